@@ -1,0 +1,1 @@
+"""Benchmarks. Each prints what it measured; none is a test."""

@@ -1,0 +1,1 @@
+"""kvmesh: a gRPC mesh for disaggregated LLM inference."""

@@ -1,0 +1,1 @@
+"""The `kvmesh` command. It knows the services by their module names alone."""

@@ -1,0 +1,46 @@
+"""Where engines are made, by name. An adapter is imported only when it is chosen."""
+
+import random
+from dataclasses import dataclass, field
+
+from kvmesh.clock import Clock
+from kvmesh.engine.base import AsyncEngine
+from kvmesh.engine.sim.config import SimConfig
+from kvmesh.engine.vllm.settings import Seat, VllmConfig
+from kvmesh.errors import InvalidRequestError
+
+NAMES = ("sim", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Which engine a worker runs, and the settings of each that it may run."""
+
+    name: str = field(default="sim", metadata={"help": "Engine to run.", "choices": NAMES})
+    sim: SimConfig = field(default_factory=SimConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
+
+
+def create(config: EngineConfig, seat: Seat, *, clock: Clock, rng: random.Random) -> AsyncEngine:
+    """Return the engine that `config` names, for this seat, not started yet.
+
+    Raises `InvalidRequestError` for an unknown name.
+    """
+    if config.name == "sim":
+        from kvmesh.engine.sim.engine import SimEngine  # noqa: PLC0415 - as the others
+
+        return SimEngine(
+            config.sim,
+            model=seat.name,
+            worker_id=seat.worker_id,
+            epoch=seat.epoch,
+            clock=clock,
+            rng=rng,
+        )
+    if config.name == "vllm":
+        from kvmesh.engine import vllm  # noqa: PLC0415 - loads what the base install may lack
+
+        return vllm.create(config.vllm, seat, clock)
+    raise InvalidRequestError(
+        f"unknown engine {config.name!r}: choose one of {', '.join(NAMES)}", field="name"
+    )

@@ -1,0 +1,153 @@
+"""One request inside an engine that batches, and what may become one. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvmesh.engine.base import EngineRequest, Finish, StepSink
+from kvmesh.errors import ContextLengthError, InvalidRequestError
+from kvmesh.types import FinishReason, KvTicket
+
+
+class Kind(Enum):
+    """What is asked of the engine."""
+
+    GENERATE = "generate"
+    PREFILL = "prefill"
+    RESUME = "resume"
+
+
+class Phase(Enum):
+    """Where a sequence is. It holds blocks while pulling, running or held."""
+
+    WAITING = auto()
+    PULLING = auto()
+    RUNNING = auto()
+    HELD = auto()
+    ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds every sequence of a model.
+
+    `longest` is the most tokens of prompt and completion. `choices` is how many of the
+    `vocab_size` ids can be sampled. Any of `eos_token_ids` ends a text.
+    """
+
+    vocab_size: int
+    longest: int
+    eos_token_ids: frozenset[int]
+    choices: int
+
+
+class BatchSequence:
+    """A request's tokens and the blocks with their KV.
+
+    `tokens` are prompt and completion, the first `computed` have KV. `hashes` name its full
+    blocks. No token of `banned` is picked before there are `least` tokens. `left` is how
+    many may still be picked. `sink` is None once nobody listens. Bigger `key` goes first.
+
+    Building one raises `InvalidRequestError`, with its field, for what can never run.
+    """
+
+    __slots__ = (
+        "banned",
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "ends",
+        "hashes",
+        "key",
+        "kind",
+        "least",
+        "left",
+        "phase",
+        "prompt_length",
+        "request",
+        "sink",
+        "stops",
+        "ticket",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        kind: Kind,
+        ticket: KvTicket | None,
+        sink: StepSink,
+        limits: Limits,
+    ) -> None:
+        first = ticket.first_token_ids if ticket is not None else ()
+        sampling = request.sampling
+        _check_tokens(request.token_ids, limits.vocab_size)
+        self.left = _max_tokens(request, len(first), limits.longest) - len(first)
+        self.request = request
+        self.kind = kind
+        self.ticket = ticket
+        self.sink: StepSink | None = sink
+        self.key = (-request.priority, 0)
+        self.tokens = [*request.token_ids, *first]
+        self.prompt_length = len(request.token_ids)
+        self.least = self.prompt_length + sampling.min_tokens
+        self.stops = frozenset(sampling.stop_token_ids)
+        self.ends = frozenset() if sampling.ignore_eos else limits.eos_token_ids
+        self.banned = self.stops | self.ends if sampling.min_tokens else frozenset()
+        if len(self.banned) >= limits.choices:
+            raise InvalidRequestError(
+                "stop_token_ids leave nothing to sample", field="stop_token_ids"
+            )
+        self.phase = Phase.WAITING
+        self.blocks: list[int] = []
+        self.hashes: list[int] = []
+        self.cached_tokens = -1
+        self.computed = 0
+
+    @property
+    def last_position(self) -> int:
+        """How many tokens can get KV at most: the last sampled one needs none."""
+        return len(self.tokens) + self.left - 1
+
+    @property
+    def banned_now(self) -> frozenset[int]:
+        """What the next token must not be."""
+        return self.banned if len(self.tokens) < self.least else frozenset()
+
+    def take(self, token: int) -> Finish | None:
+        """Append a picked token; return how the request ends with it, if it does."""
+        self.tokens.append(token)
+        self.left -= 1
+        if token in self.stops:
+            return Finish(FinishReason.STOP, self.cached_tokens, token)
+        if token in self.ends:
+            return Finish(FinishReason.STOP, self.cached_tokens)
+        return None if self.left else Finish(FinishReason.LENGTH, self.cached_tokens)
+
+
+def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty", field="token_ids")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"the prompt has a token id outside of 0 to {vocab_size - 1}", field="token_ids"
+        )
+
+
+def _max_tokens(request: EngineRequest, first: int, longest: int) -> int:
+    prompt, sampling = len(request.token_ids), request.sampling
+    if prompt >= longest:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens, the context {longest}", field="token_ids"
+        )
+    max_tokens = longest - prompt if sampling.max_tokens is None else sampling.max_tokens
+    if prompt + max_tokens > longest:
+        raise ContextLengthError(
+            f"{prompt} prompt tokens and {max_tokens} more do not fit the context of {longest}",
+            field="max_tokens",
+        )
+    if max_tokens <= first:
+        raise InvalidRequestError("prefill has sampled max_tokens already", field="max_tokens")
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequestError("min_tokens must be 0 to max_tokens", field="min_tokens")
+    return max_tokens

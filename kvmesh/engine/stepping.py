@@ -1,0 +1,38 @@
+"""An engine's steps as an iterator, for engines that push them to a sink."""
+
+import asyncio
+
+from kvmesh.engine.base import Finish, Step
+
+
+class StepInbox:
+    """Collects one request's steps until they are asked for, joined into one.
+
+    `put` is a `StepSink`. What is kept is bounded by the request's own max_tokens.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._finish: Finish | None = None
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    def put(self, item: Step | Exception) -> None:
+        """Add a step, or the error that ends the request."""
+        if isinstance(item, Exception):
+            self._error = item
+        else:
+            self._tokens.extend(item.token_ids)
+            self._finish = item.finish
+        self._arrived.set()
+
+    async def get(self) -> Step:
+        """Wait for tokens or the end. An error comes after the tokens before it."""
+        await self._arrived.wait()
+        if self._error is not None and not self._tokens:
+            raise self._error
+        step = Step(tuple(self._tokens), self._finish)
+        self._tokens.clear()
+        if self._error is None:
+            self._arrived.clear()
+        return step

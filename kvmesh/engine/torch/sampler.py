@@ -1,0 +1,103 @@
+"""Picks tokens from logits."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from kvmesh.engine.torch.sequence import Knobs, TorchSequence
+
+_FRACTION_BITS = 53  # of a double
+_FIRST_GUESS = 64  # candidates looked at for top_p, before more
+
+
+def pick(logits: Any, sequences: Sequence[TorchSequence]) -> list[int]:
+    """Return the next token of each sequence, from its row of `logits`.
+
+    A pure function: the same logits and tokens give the same pick.
+    """
+    plain = [index for index, sequence in enumerate(sequences) if _is_plain(sequence)]
+    picked = [0] * len(sequences)
+    if plain:
+        rows = logits if len(plain) == len(sequences) else logits[plain]
+        for index, token in zip(plain, rows.argmax(-1).tolist(), strict=True):
+            picked[index] = token
+    for index in sorted(set(range(len(sequences))) - set(plain)):
+        picked[index] = _pick_one(logits[index].float().cpu().clone(), sequences[index])
+    return picked
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that decides at a position of a random stream."""
+    digest = xxh3_64_intdigest(struct.pack("<QQ", seed, position))
+    return (digest >> 64 - _FRACTION_BITS) / (1 << _FRACTION_BITS)
+
+
+def probabilities(logits: Any, knobs: Knobs) -> Any:
+    """Return the distribution to draw from, not normalized; temperature must be above 0.
+
+    As in vLLM: temperature, min_p, top_k, then top_p of what is left. Equally probable
+    tokens are in or out together, so that no order among them matters.
+    """
+    # In this order a tiny temperature makes no infinity.
+    probs = torch.softmax((logits - logits.max()) / knobs.temperature, -1)
+    if knobs.min_p:
+        probs[probs < knobs.min_p * probs.max()] = 0
+    vocab = probs.numel()
+    if 0 < knobs.top_k < vocab:
+        least = probs.topk(knobs.top_k).values[-1]
+        probs[probs < least] = 0
+    if knobs.top_p < 1:
+        probs[probs < _least_of_top_p(probs, knobs.top_p)] = 0
+    return probs
+
+
+def penalize(logits: Any, knobs: Knobs, tokens: Sequence[int], prompt_length: int) -> None:
+    """Apply the penalties to `logits` in place.
+
+    Repetition counts the prompt too, presence and frequency only the completion.
+    """
+    if knobs.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(tokens)))
+        values = logits[seen]
+        factor = knobs.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / factor, values * factor)
+    completion = tokens[prompt_length:]
+    if completion and (knobs.presence_penalty or knobs.frequency_penalty):
+        ids, counts = torch.tensor(completion).unique(return_counts=True)
+        logits[ids] -= knobs.presence_penalty + knobs.frequency_penalty * counts
+
+
+def _is_plain(sequence: TorchSequence) -> bool:
+    knobs = sequence.knobs
+    return not (knobs.temperature or knobs.penalizes or sequence.banned_now)
+
+
+def _pick_one(logits: Any, sequence: TorchSequence) -> int:
+    knobs, tokens = sequence.knobs, sequence.tokens
+    if knobs.penalizes:
+        penalize(logits, knobs, tokens, sequence.prompt_length)
+    if sequence.banned_now:
+        logits[list(sequence.banned_now)] = -torch.inf
+    if not knobs.temperature:
+        return int(logits.argmax())
+    # By id, not by rank: ranks of near equals swap with the rounding of a batch.
+    mass = probabilities(logits, knobs).double().cumsum(0)
+    below = torch.nextafter(mass[-1], torch.zeros_like(mass[-1]))
+    drawn = torch.minimum(uniform(sequence.seed, len(tokens)) * mass[-1], below)
+    return int(torch.searchsorted(mass, drawn, right=True))
+
+
+def _least_of_top_p(probs: Any, top_p: float) -> Any:
+    """Return the smallest probability of the fewest tokens that have `top_p` of the mass."""
+    needed = top_p * probs.sum()
+    count, vocab = _FIRST_GUESS, probs.numel()
+    while True:
+        count = min(count, vocab)
+        top = probs.topk(count).values
+        mass = top.cumsum(0)
+        if mass[-1] >= needed or count == vocab:
+            return top[min(int(torch.searchsorted(mass, needed)), count - 1)]
+        count *= 16

@@ -1,0 +1,108 @@
+"""Between the mesh's requests and answers and vLLM's. Imports vLLM only to build its types."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvmesh.engine.base import EngineRequest, Finish
+from kvmesh.errors import ContextLengthError, EngineError, InvalidRequestError
+from kvmesh.types import FinishReason, Sampling
+
+_KNOBS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def check_request(request: EngineRequest, context_length: int, vocab_size: int) -> None:
+    """Refuse what the engine can't run, before it has any work.
+
+    Raises `InvalidRequestError` for an empty prompt or ids outside the vocabulary,
+    `ContextLengthError` where prompt and max_tokens (or one token) don't fit.
+    """
+    tokens = request.token_ids
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty", field="prompt")
+    completion = request.sampling.max_tokens or 1
+    if len(tokens) + completion > context_length:
+        raise ContextLengthError(
+            f"{len(tokens)} prompt tokens and {completion} to generate do not fit "
+            f"the context of {context_length}",
+            field="prompt" if len(tokens) >= context_length else "max_tokens",
+        )
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise InvalidRequestError(
+            f"the prompt holds token ids outside the vocabulary of {vocab_size}", field="prompt"
+        )
+
+
+def completion_limit(request: EngineRequest, context_length: int) -> int:
+    """Return how many tokens the request may generate at most."""
+    room = context_length - len(request.token_ids)
+    asked = request.sampling.max_tokens
+    return room if asked is None else min(asked, room)
+
+
+def sampling_arguments(
+    sampling: Sampling,
+    defaults: Mapping[str, Any],
+    eos_token_ids: frozenset[int],
+    max_tokens: int,
+) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's `SamplingParams`.
+
+    `defaults` are the model's own for knobs that the caller left unset. The ends of
+    sequence go in as stop tokens, since vLLM without a tokenizer knows none.
+    """
+    stops = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stops |= eos_token_ids
+    arguments: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "min_tokens": min(sampling.min_tokens, max_tokens),
+        "stop_token_ids": sorted(stops),
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "detokenize": False,
+    }
+    for knob in _KNOBS:
+        value = getattr(sampling, knob)
+        if value is None:
+            value = defaults.get(knob)
+        if value is not None:
+            arguments[knob] = value
+    return arguments
+
+
+def sampling_params(arguments: Mapping[str, Any], kv_transfer: Mapping[str, Any] | None) -> Any:
+    """Build vLLM's `SamplingParams`: deltas, and what its KV connector is to do."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    extra = None if kv_transfer is None else {"kv_transfer_params": dict(kv_transfer)}
+    return SamplingParams(
+        **arguments, output_kind=RequestOutputKind.DELTA, extra_args=extra, skip_clone=True
+    )
+
+
+def prompt_input(request: EngineRequest) -> Any:
+    """Return a prompt of token ids in the form that vLLM takes without more processing."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(list(request.token_ids))
+
+
+def finish_of(completion: Any, cached_tokens: int) -> Finish:
+    """Return how a finished vLLM completion ended. Raises `EngineError` if it failed."""
+    stop = completion.stop_reason
+    match completion.finish_reason:
+        case "stop" | "repetition":
+            token = stop if isinstance(stop, int) else None
+            return Finish(FinishReason.STOP, cached_tokens, token)
+        case "length":
+            return Finish(FinishReason.LENGTH, cached_tokens)
+        case reason:
+            raise EngineError(f"vLLM ended the request: {reason}")

@@ -1,0 +1,228 @@
+"""The life of one process: start, serve, and a drain in order.
+
+    configure -> telemetry -> discovery -> the role's own app (an engine loads here)
+      -> gRPC server -> register -> ready ... signal
+      -> leave routing -> NOT_SERVING -> refuse new -> let running end -> close all
+
+A second signal ends it at once. Nothing else installs signal handlers.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import uvloop
+
+from kvmesh.clock import Clock, SystemClock
+from kvmesh.config import environment, load_or_exit
+from kvmesh.discovery import DiscoveryConfig, create
+from kvmesh.discovery.base import Discovery
+from kvmesh.errors import MeshError, UnavailableError
+from kvmesh.rpc.config import RpcConfig
+from kvmesh.rpc.gate import Gate
+from kvmesh.rpc.server import MeshServer, Register, serve
+from kvmesh.rpc.serving import Identity
+from kvmesh.telemetry import Telemetry, TelemetryConfig, log_to, telemetry
+from kvmesh.types import Member, Role, State
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_AT_ONCE = 130
+
+
+class Config(Protocol):
+    """What every role's configuration has."""
+
+    @property
+    def rpc(self) -> RpcConfig:
+        """How to listen and to call."""
+        ...
+
+    @property
+    def discovery(self) -> DiscoveryConfig:
+        """How to find the others."""
+        ...
+
+    @property
+    def telemetry(self) -> TelemetryConfig:
+        """How to be seen."""
+        ...
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What a role's app gets: who it is, and what it shares with the rest."""
+
+    id: str
+    role: Role
+    epoch: str
+    clock: Clock
+    rng: random.Random
+    telemetry: Telemetry
+    discovery: Discovery
+    gate: Gate
+    environ: Mapping[str, str]
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process says it is on its streams."""
+        return Identity(self.id, self.epoch)
+
+
+async def never() -> None:
+    """Wait for ever: the `failed` of a process that has nothing in it to fail."""
+    await asyncio.Event().wait()
+
+
+async def at_once() -> None:
+    """Return: the `settled` of a process that holds nothing beyond its requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What a role's app yields once it can serve.
+
+    `registrations`: gRPC service full name -> registration. `details`: fields of the
+    registry entry that the app knows (model, engine, block_size, ...). `failed` raises when
+    the process can serve no more, for example because its engine died. `settled` waits
+    until nothing is held for others any more, for example KV under tickets; a drain waits
+    for it after the last request.
+    """
+
+    registrations: Mapping[str, Register]
+    details: Mapping[str, Any] = field(default_factory=dict)
+    failed: Callable[[], Coroutine[Any, Any, None]] = never
+    settled: Callable[[], Coroutine[Any, Any, None]] = at_once
+
+
+App = Callable[[ConfigT, Process], AbstractAsyncContextManager[Service]]
+
+
+def main(role: Role, config_type: type[ConfigT], app: App[ConfigT]) -> int:
+    """Run a role's process to its end; returns its exit code."""
+    config = load_or_exit(
+        config_type, prog=f"kvmesh serve {role}", description=f"One {role} process of a kvmesh."
+    )
+    seen = config.telemetry
+    try:
+        with log_to(sys.stderr, role=role, level=seen.log_level, json_lines=seen.log_json):
+            return uvloop.run(_run(role, config, app, environment()))
+    except MeshError as error:
+        print(f"kvmesh {role}: {error.message}", file=sys.stderr)  # noqa: T201
+        return EXIT_FAILED
+
+
+async def _run(role: Role, config: ConfigT, app: App[ConfigT], environ: Mapping[str, str]) -> int:
+    epoch, clock, rng = uuid.uuid4().hex, SystemClock(), random.Random()
+    stop = _on_signals()
+    async with AsyncExitStack() as stack:
+        seen = await stack.enter_async_context(telemetry(config.telemetry, role, epoch, environ))
+        discovery = await stack.enter_async_context(create(config.discovery, clock, rng))
+        process = Process(
+            _member_id(role, config.rpc, epoch),
+            role,
+            epoch,
+            clock,
+            rng,
+            seen,
+            discovery,
+            Gate(),
+            environ,
+        )
+        starting = asyncio.create_task(stack.enter_async_context(app(config, process)))
+        _show_gate(process)
+        service = await _or_stopped(starting, stop)
+        if service is None:
+            return 0
+        server = await stack.enter_async_context(serve(config.rpc, dict(service.registrations)))
+        return await _serve(config.rpc, process, service, server, stop)
+
+
+async def _serve(
+    rpc: RpcConfig, process: Process, service: Service, server: MeshServer, stop: asyncio.Event
+) -> int:
+    member = Member(
+        id=process.id,
+        role=process.role,
+        epoch=process.epoch,
+        address=f"{rpc.reachable_host}:{server.port}",
+        metrics_address=process.telemetry.metrics_address,
+        pid=os.getpid(),
+        **service.details,
+    )
+    async with process.discovery.register(member) as registration:
+        await server.set_serving(True)
+        await registration.set_state(State.READY)
+        log.info("ready: %s serves on %s", member.id, member.address)
+        failure = await _failure(stop, service.failed)
+        log.info("draining: %s", failure or "asked to stop")
+        with contextlib.suppress(UnavailableError):  # the registry may be away: drain all the same
+            await registration.set_state(State.DRAINING)
+        seconds = 0.0 if failure else rpc.drain_seconds
+        finished = await server.drain(process.gate, service.settled, seconds)
+    log.info("stopped")
+    return 0 if finished and failure is None else EXIT_FAILED
+
+
+def _show_gate(process: Process) -> None:
+    gate, meter = process.gate, process.telemetry.meter
+    meter.counter_from("kvmesh_taken", "requests taken in", lambda: gate.entered)
+    meter.gauge("kvmesh_running", "requests running now", lambda: gate.running)
+
+
+def _member_id(role: Role, rpc: RpcConfig, epoch: str) -> str:
+    """Return an id that a restart on the same port keeps; a free port has no past."""
+    place = f"{rpc.reachable_host}-{rpc.port}" if rpc.port else epoch[:8]
+    return f"{role}-{place}"
+
+
+def _on_signals() -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; the second one exits."""
+    stop = asyncio.Event()
+
+    def stopping() -> None:
+        if stop.is_set():
+            os._exit(EXIT_AT_ONCE)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping)
+    return stop
+
+
+async def _or_stopped(work: asyncio.Task[Service], stop: asyncio.Event) -> Service | None:
+    """Return what `work` returns; None, with it cancelled, if the stop comes before."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({work, stopped}, return_when="FIRST_COMPLETED")
+    stopped.cancel()
+    if work.done():
+        return work.result()
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    return None
+
+
+async def _failure(
+    stop: asyncio.Event, failed: Callable[[], Coroutine[Any, Any, None]]
+) -> BaseException | None:
+    """Wait for the stop, or for `failed`; return what failed."""
+    stopped, failing = asyncio.create_task(stop.wait()), asyncio.create_task(failed())
+    await asyncio.wait({stopped, failing}, return_when="FIRST_COMPLETED")
+    error = failing.exception() if failing.done() else None
+    for task in (stopped, failing):
+        task.cancel()
+    await asyncio.gather(stopped, failing, return_exceptions=True)
+    return error

@@ -1,0 +1,227 @@
+"""What prefill and decode processes have in common: an engine, and `WorkerService`."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from kvmesh.config import ConfigError
+from kvmesh.engine.base import AsyncEngine, EngineInfo, KvEventSource, PrefillEngine
+from kvmesh.engine.factory import EngineConfig, create
+from kvmesh.engine.vllm.settings import Seat
+from kvmesh.errors import OverloadedError
+from kvmesh.host.config import ModelConfig
+from kvmesh.host.process import Process, Service
+from kvmesh.rpc.server import Register
+from kvmesh.rpc.serving import Identity
+from kvmesh.telemetry import Meter
+from kvmesh.types import CacheSnapshot, KvEvent, Load, WorkerEvent
+from kvmesh.v1 import worker_pb2, worker_pb2_grpc
+from kvmesh.wire import check_revision, event_to_proto
+
+log = logging.getLogger(__name__)
+
+BATCH_SECONDS = 0.02
+"""Events gather this long before they are sent: at most 50 messages a second."""
+
+LOAD_SECONDS = 0.1
+"""How often the load is looked at; a changed one is published."""
+
+QUIET_LOOKS = 10
+"""An unchanged load is repeated after so many looks: a watcher knows the worker lives."""
+
+SETTLE_SECONDS = 0.05
+"""How often a draining worker looks whether its tickets are gone."""
+
+CHECK_SECONDS = 1.0
+"""How often a worker asks its engine whether it can still serve."""
+
+MAX_PENDING_EVENTS = 65_536
+"""Events waiting for a watcher that does not read, before it is cut off."""
+
+
+class WorkerConfig(Protocol):
+    """What the configuration of a worker's role has."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model to serve."""
+        ...
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine to serve it on."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    config: WorkerConfig, process: Process
+) -> AsyncIterator[tuple[AsyncEngine, EngineInfo]]:
+    """Yield the configured engine once it is ready, and what it says of itself.
+
+    Raises `ConfigError` without a model folder, `EngineError` when it does not load.
+    """
+    if config.model.path is None:
+        raise ConfigError("model.path: required, set --model-path or KVMESH_MODEL_PATH")
+    seat = Seat(
+        process.id, process.epoch, process.role, config.model.path, config.model.served_name
+    )
+    engine = create(config.engine, seat, clock=process.clock, rng=process.rng)
+    try:
+        info = await engine.start()
+        _show_load(engine, process.telemetry.meter)
+        yield engine, info
+    finally:
+        await engine.aclose()
+
+
+def worker_service(
+    engine: AsyncEngine, info: EngineInfo, process: Process, registrations: Mapping[str, Register]
+) -> Service:
+    """Return a worker's service: the role's own registrations and `WorkerService`."""
+    servicer = WorkerServicer(engine, process.identity)
+    register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
+    return Service(
+        {**registrations, "kvmesh.v1.WorkerService": register},
+        _details(info),
+        failed=partial(engine_failed, engine),
+        settled=partial(tickets_settled, engine),
+    )
+
+
+async def engine_failed(engine: AsyncEngine) -> None:
+    """Return never; raise `EngineError` once the engine can serve no more."""
+    while True:
+        engine.check()
+        await asyncio.sleep(CHECK_SECONDS)
+
+
+def _details(info: EngineInfo) -> dict[str, Any]:
+    """Return the fields of a registry entry that an engine decides."""
+    return {
+        "model": info.model,
+        "engine": info.engine,
+        "block_size": info.block_size,
+        "total_blocks": info.total_blocks,
+        "context_length": info.context_length,
+        "layout_fingerprint": info.layout_fingerprint,
+    }
+
+
+def _show_load(engine: AsyncEngine, meter: Meter) -> None:
+    """Show the engine's load on a process's metrics."""
+    for name, unit, description in _GAUGES:
+        meter.gauge(f"kvmesh_engine_{name}", description, _reader(engine, name), unit=unit)
+    meter.counter_from(
+        "kvmesh_kv_received",
+        "bytes of KV pulled from other workers",
+        _reader(engine, "received_bytes"),
+        unit="By",
+    )
+
+
+async def tickets_settled(engine: AsyncEngine) -> None:
+    """Wait until no KV is held for tickets; leases bound the wait."""
+    while True:
+        if not engine.load().ticket_bytes:
+            return
+        await asyncio.sleep(SETTLE_SECONDS)
+
+
+_GAUGES = (
+    ("running", "", "requests in the running batch"),
+    ("waiting", "", "requests waiting for room"),
+    ("used_blocks", "", "KV blocks in use by requests and tickets"),
+    ("total_blocks", "", "KV blocks in all"),
+    ("ticket_blocks", "", "KV blocks held for tickets"),
+    ("ticket_bytes", "", "bytes held for tickets"),
+)
+
+
+def _reader(engine: AsyncEngine, name: str) -> Callable[[], float]:
+    return lambda: float(getattr(engine.load(), name))
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Publishes what the engine has cached and is busy with; ends KV leases."""
+
+    def __init__(self, engine: AsyncEngine, identity: Identity) -> None:
+        self._engine = engine
+        self._identity = identity
+
+    async def ReleaseKv(
+        self, request: worker_pb2.ReleaseKvRequest, context: Any
+    ) -> worker_pb2.ReleaseKvResponse:
+        """End a ticket's lease, if this life of this worker gave it."""
+        released = False
+        if request.epoch == self._identity.epoch and isinstance(self._engine, PrefillEngine):
+            released = await self._engine.release(request.ticket_id)
+        return worker_pb2.ReleaseKvResponse(released=released)
+
+    async def WatchEvents(
+        self, request: worker_pb2.WatchEventsRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchEventsResponse]:
+        """Stream a snapshot, then changes as they come, and the load."""
+        check_revision(request.schema_revision)
+        with _Subscription(self._engine) as subscription:
+            sequence = 0
+            while True:
+                sequence += 1
+                response = worker_pb2.WatchEventsResponse(
+                    worker_id=self._identity.server_id,
+                    epoch=self._identity.epoch,
+                    sequence=sequence,
+                )
+                for event in await subscription.next():
+                    event_to_proto(event, response.events.add())
+                yield response
+
+
+class _Subscription:
+    """One watcher's pending events."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._pending: list[WorkerEvent] = []
+        self._wake = asyncio.Event()
+        self._load: Load | None = None
+        self._overflow = False
+        self._unsubscribe = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Subscription":
+        hashes: list[int] = []
+        if isinstance(self._engine, KvEventSource):
+            hashes = list(self._engine.snapshot())
+            self._unsubscribe.callback(self._engine.subscribe(self._add))
+        self._pending.append(CacheSnapshot(hashes))
+        self._wake.set()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unsubscribe.close()
+
+    async def next(self) -> list[WorkerEvent]:
+        """Wait for news; return all of it. The load comes along when it has changed."""
+        await asyncio.sleep(BATCH_SECONDS)
+        for _ in range(QUIET_LOOKS):
+            if self._pending or self._overflow or self._engine.load() != self._load:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_SECONDS):
+                    await self._wake.wait()
+        if self._overflow:
+            raise OverloadedError("the watcher reads too slowly")
+        self._wake.clear()
+        events, self._pending = self._pending, []
+        self._load = self._engine.load()
+        return [*events, self._load]
+
+    def _add(self, event: KvEvent) -> None:
+        if len(self._pending) >= MAX_PENDING_EVENTS:
+            self._overflow = True
+        else:
+            self._pending.append(event)
+        self._wake.set()

@@ -1,0 +1,1 @@
+"""KV blocks: hashes, tickets and the transports that move them."""

@@ -1,0 +1,187 @@
+"""KV transport between processes of one host: a shared pool, read in place by peers.
+
+The pool is an anonymous memory file that peers open through `/proc/<pid>/fd/<n>`, so
+nothing is left behind however a process ends. Its first page names the epoch: a
+recycled pid is never trusted. Peers must share user, pid and network namespace.
+
+After copying, the puller asks the holder whether the ticket was held until now: only a
+yes makes the copy valid.
+"""
+
+import asyncio
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvmesh.clock import Clock
+from kvmesh.errors import TicketError, TransferError
+from kvmesh.kv.base import OnPulled, PoolLayout, Pulled
+from kvmesh.kv.consent import ConsentDesk
+from kvmesh.kv.shared import HEADER_BYTES, SharedPool, header
+
+BACKEND = "local"
+
+_COPY_IN_LOOP_BYTES = 1 << 20  # about 0.1 ms of copying; more goes to a thread
+_COPY_CALL_BYTES = 1 << 28  # one preadv; the kernel moves at most 2 GiB in a call
+_COPY_CALL_BLOCKS = 1024  # IOV_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    pid: int
+    fd: int
+    epoch: str
+    layout: PoolLayout
+
+    def pack(self) -> bytes:
+        return json.dumps(
+            {
+                "pid": self.pid,
+                "fd": self.fd,
+                "epoch": self.epoch,
+                "total_blocks": self.layout.total_blocks,
+                "block_bytes": self.layout.block_bytes,
+            }
+        ).encode()
+
+    @classmethod
+    def parse(cls, description: bytes) -> "_Peer":
+        try:
+            raw = json.loads(description)
+            layout = PoolLayout(int(raw["total_blocks"]), int(raw["block_bytes"]))
+            return cls(int(raw["pid"]), int(raw["fd"]), str(raw["epoch"]), layout)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TicketError("the ticket does not describe a local pool") from error
+
+
+class LocalTransport:
+    """A `KvTransport` over a `SharedPool`, which it closes too. Made in a running loop."""
+
+    def __init__(self, pool: SharedPool, clock: Clock, on_pulled: OnPulled) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._copies: set[asyncio.Future[None]] = set()
+        self._closed = False
+        self._description = _Peer(os.getpid(), pool.fd, pool.epoch, pool.layout).pack()
+        self._desk = ConsentDesk(pool.epoch, on_pulled)
+
+    @property
+    def backend(self) -> str:
+        """`local`."""
+        return BACKEND
+
+    def describe(self) -> bytes:
+        """Return where this pool is: process, descriptor, epoch and layout."""
+        return self._description
+
+    async def pull(
+        self,
+        peer: bytes,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        ticket_id: str,
+        timeout: float,
+    ) -> Pulled:
+        """Copy blocks from a peer of this host, as `KvTransport.pull` promises."""
+        started = self._clock.now()
+        if self._closed:
+            raise TransferError("the transport is closed")
+        source = self._check(_Peer.parse(peer), remote_blocks, local_blocks)
+        try:
+            async with asyncio.timeout(timeout):
+                with _Opened(source) as fd:
+                    await self._copy(fd, remote_blocks, local_blocks)
+                held = await self._desk.ask(source.epoch, ticket_id)
+        except TimeoutError as error:
+            raise TransferError(f"the holder did not answer within {timeout:g} s") from error
+        except OSError as error:
+            raise TransferError(f"the holder is gone: {error.strerror}") from error
+        if not held:
+            raise TicketError("the holder does not hold this ticket any more")
+        moved = len(local_blocks) * self._pool.layout.block_bytes
+        return Pulled(moved, self._clock.now() - started)
+
+    async def aclose(self) -> None:
+        """Stop answering peers and unmap the pool once no copy runs. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._desk.close()
+        while self._copies:
+            await asyncio.wait(self._copies)
+        self._pool.close()
+
+    def _check(self, peer: _Peer, remote: Sequence[int], local: Sequence[int]) -> _Peer:
+        if len(remote) != len(local):
+            raise ValueError(f"{len(remote)} remote blocks for {len(local)} local ones")
+        if peer.layout.block_bytes != self._pool.layout.block_bytes:
+            raise TicketError("the holder's blocks have another size")
+        if remote and not 0 <= min(remote) <= max(remote) < peer.layout.total_blocks:
+            raise TicketError("the ticket names blocks that its holder does not have")
+        return peer
+
+    async def _copy(self, fd: int, remote: Sequence[int], local: Sequence[int]) -> None:
+        if len(local) * self._pool.layout.block_bytes <= _COPY_IN_LOOP_BYTES:
+            _read_blocks(fd, self._pool, remote, local)
+            return
+        copy = asyncio.ensure_future(asyncio.to_thread(_read_blocks, fd, self._pool, remote, local))
+        self._copies.add(copy)
+        copy.add_done_callback(self._copies.discard)
+        try:
+            await asyncio.shield(copy)
+        except asyncio.CancelledError:
+            # The thread writes to blocks that the caller frees next: stay until it is done.
+            while not copy.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([copy])
+            copy.exception()  # seen; the cancellation is what counts
+            raise
+
+
+class _Opened:
+    """A peer's pool, open for reading and proven to be of the life it claims."""
+
+    def __init__(self, peer: _Peer) -> None:
+        self._peer = peer
+        self._fd = -1
+
+    def __enter__(self) -> int:
+        # Without O_NONBLOCK a recycled pid's pipe could hold us here.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        self._fd = os.open(f"/proc/{self._peer.pid}/fd/{self._peer.fd}", flags)
+        if not self._is_pool():
+            os.close(self._fd)
+            raise TicketError("the ticket is from an earlier life of its holder")
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def _is_pool(self) -> bool:
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            return False
+        first = header(self._peer.epoch, self._peer.layout)
+        return os.pread(self._fd, len(first), 0) == first
+
+
+def _read_blocks(fd: int, pool: SharedPool, remote: Sequence[int], local: Sequence[int]) -> None:
+    size = pool.layout.block_bytes
+    most = max(1, min(_COPY_CALL_BLOCKS, _COPY_CALL_BYTES // size))
+    for start, stop in _runs(remote, most):
+        into = [pool.memory[block * size : (block + 1) * size] for block in local[start:stop]]
+        if os.preadv(fd, into, HEADER_BYTES + remote[start] * size) != (stop - start) * size:
+            raise TransferError("the holder's pool ended early")
+
+
+def _runs(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of stretches of neighbours in `blocks`, each of at most `most`."""
+    start = 0
+    for at in range(1, len(blocks) + 1):
+        if at < len(blocks) and blocks[at] == blocks[at - 1] + 1 and at - start < most:
+            continue
+        yield start, at
+        start = at

@@ -1,0 +1,1 @@
+"""Streams, servers and clients over gRPC."""

@@ -1,0 +1,321 @@
+"""Typed clients of the internal services: the mesh's own types in and out.
+
+Each function takes the `Peer` to ask. All errors are `MeshError`s. What returns a call
+returns an async context manager: leaving it cancels what still runs on the server.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from kvmesh.clock import Clock
+from kvmesh.errors import MeshError, ProtocolError
+from kvmesh.rpc.calls import BatchCall, Call, ValueCall
+from kvmesh.rpc.peer import Peer
+from kvmesh.rpc.specs import DECODE, DETOKENIZE, PREFILL, ROUTE, TOKENIZE
+from kvmesh.rpc.status import from_rpc_error
+from kvmesh.types import (
+    Completion,
+    Context,
+    Encoded,
+    KvTicket,
+    Plan,
+    Prompt,
+    Sampling,
+    WorkerNews,
+)
+from kvmesh.v1 import worker_pb2, worker_pb2_grpc
+from kvmesh.wire import (
+    SCHEMA_REVISION,
+    context_to_proto,
+    event_from_proto,
+    plan_from_proto,
+    prompt_to_proto,
+    sampling_to_proto,
+    ticket_from_proto,
+    ticket_to_proto,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Some text of a completion. `token_count`: tokens read so far, in all."""
+
+    text: str
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteQuery:
+    """What a router has to know of a request. Hashes are of `block_size` tokens."""
+
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    block_hashes: Sequence[int]
+    block_size: int
+    excluded: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    """A prompt's outcome. Without a ticket the answer is complete: see `completion`."""
+
+    ticket: KvTicket | None
+    first_token_ids: Sequence[int]
+    cached_tokens: int
+
+
+async def encode(
+    peer: Peer, prompt: Prompt, model: str, block_size: int, context: Context, clock: Clock
+) -> Encoded:
+    """Render and encode a prompt. `block_size` 0: no hashes."""
+    call = ValueCall(peer.stream(TOKENIZE), lambda m: Encoded(m.token_ids, m.block_hashes))
+    start = call.request.starts.add(stream_id=call.stream_id, model=model, block_size=block_size)
+    context_to_proto(context, start.context, clock)
+    prompt_to_proto(prompt, start)
+    async with call:
+        return await call.value
+
+
+class TextCall(BatchCall[TextPiece]):
+    """A completion on its way from token ids to text."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer.stream(DETOKENIZE), _text_piece)
+        self.fed = 0
+        """Tokens fed so far: the offset of the next one."""
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Send further token ids. Ignored once the text has ended."""
+        if self.stream.is_live(self.stream_id):
+            self.stream.outbox.next().deltas.add(
+                stream_id=self.stream_id, offset=self.fed, token_ids=token_ids
+            )
+            self.fed += len(token_ids)
+
+    def finish(self) -> None:
+        """Say that no more tokens come: what is held back is flushed, then the end."""
+        if self.stream.is_live(self.stream_id):
+            self.stream.outbox.next().finishes.append(self.stream_id)
+
+
+def detokenize(  # noqa: PLR0913 - one argument for each field of the start
+    peer: Peer,
+    model: str,
+    context: Context,
+    clock: Clock,
+    *,
+    stop: Sequence[str] = (),
+    include_stop: bool = False,
+    keep_special: bool = False,
+) -> TextCall:
+    """Start turning a completion into text."""
+    call = TextCall(peer)
+    start = call.request.starts.add(
+        stream_id=call.stream_id,
+        model=model,
+        stop=stop,
+        include_stop=include_stop,
+        keep_special=keep_special,
+    )
+    context_to_proto(context, start.context, clock)
+    return call
+
+
+class PlanCall(ValueCall[Plan]):
+    """A plan and the reservation it holds: leaving the context ends both."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer.stream(ROUTE), plan_from_proto)
+
+    def prefilled(self) -> None:
+        """Say that the prompt is computed: the prefill work reserved for it is done."""
+        if self.stream.is_live(self.stream_id):
+            self.stream.outbox.next().progress.add(stream_id=self.stream_id, prefilled=True)
+
+
+def route(peer: Peer, query: RouteQuery, context: Context, clock: Clock) -> PlanCall:
+    """Ask for a plan; it comes as the call's `value`."""
+    call = PlanCall(peer)
+    start = call.request.starts.add(
+        stream_id=call.stream_id,
+        model=query.model,
+        prompt_tokens=query.prompt_tokens,
+        max_tokens=query.max_tokens,
+        block_size=query.block_size,
+        excluded_worker_ids=query.excluded,
+    )
+    start.block_hashes.extend(query.block_hashes)
+    context_to_proto(context, start.context, clock)
+    return call
+
+
+class PrefillCall(ValueCall[PrefillAnswer]):
+    """A prompt being computed.
+
+    Whoever gets an answer with a ticket dispatches decode or calls `release_kv`. A
+    ticket that comes when nobody waits for it any more goes to `orphan`.
+    """
+
+    def __init__(self, peer: Peer, orphan: Callable[[KvTicket], None]) -> None:
+        self._orphan = orphan
+        self._taken = False
+        super().__init__(peer.stream(PREFILL), _prefill_answer)
+
+    async def answer(self) -> PrefillAnswer:
+        """Wait for the answer. Its ticket is the caller's from here on."""
+        answer = await self.value
+        self._taken = True
+        return answer
+
+    def item(self, item: Any) -> None:
+        """Resolve the value, or pass an unwanted ticket on."""
+        if not self.value.done():
+            super().item(item)
+        elif item.HasField("ticket"):
+            self._orphan(ticket_from_proto(item.ticket))
+
+    def leave(self) -> None:
+        """Cancel the request, if it has not ended. A ticket may still be on its way."""
+        value, taken, self._taken = self.value, self._taken, True
+        if not value.done():
+            value.cancel()
+        elif not taken and not value.cancelled() and value.exception() is None:
+            ticket = value.result().ticket
+            if ticket is not None:
+                self._orphan(ticket)
+        self.stream.cancel(self.stream_id)
+
+
+def prefill(
+    peer: Peer,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    context: Context,
+    clock: Clock,
+    *,
+    orphan: Callable[[KvTicket], None],
+) -> PrefillCall:
+    """Start a prefill; what it came to is the call's `answer`, its end `completion`."""
+    call = PrefillCall(peer, orphan)
+    start = call.request.starts.add(stream_id=call.stream_id)
+    start.token_ids.extend(token_ids)
+    sampling_to_proto(sampling, start.sampling)
+    context_to_proto(context, start.context, clock)
+    return call
+
+
+class DecodeCall(Call):
+    """A completion being generated.
+
+    Tokens go to `sink` as they come and the end to `done`, in the stream's reader:
+    neither may block or raise. `done` is called exactly once, after the last token;
+    when the call is left, only then, once what the request held on the worker is free.
+    `completion` resolves with it.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        sink: Callable[[Sequence[int]], None],
+        done: Callable[[Completion | MeshError], None] | None = None,
+    ) -> None:
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.received = 0
+        """Tokens received so far."""
+        self._sink = sink
+        self._done = done
+        self._closed = False
+        super().__init__(peer.stream(DECODE))
+
+    def item(self, item: Any) -> None:
+        """Pass tokens on, refusing a gap or a repetition."""
+        if self._closed:
+            return
+        if item.offset != self.received:
+            self.end(ProtocolError(f"token {item.offset} came where {self.received} was due"))
+            self.leave()
+            return
+        self.received += len(item.token_ids)
+        self._sink(item.token_ids)
+
+    def end(self, outcome: Completion | MeshError) -> None:
+        """Tell `done` and resolve `completion`; the first end stands."""
+        if not self.completion.done():
+            if isinstance(outcome, MeshError):
+                self.completion.set_exception(outcome)
+                self.completion.exception()  # read: `done` is told as well
+            else:
+                self.completion.set_result(outcome)
+        done, self._done = self._done, None
+        if done is not None:
+            done(outcome)
+
+    def leave(self) -> None:
+        """Cancel the request, if it has not ended. No more tokens reach `sink`."""
+        self._closed = True
+        self.stream.cancel(self.stream_id)
+
+
+def decode(  # noqa: PLR0913 - one argument for each field of the start
+    peer: Peer,
+    token_ids: Sequence[int],
+    sampling: Sampling,
+    context: Context,
+    clock: Clock,
+    *,
+    ticket: KvTicket | None,
+    sink: Callable[[Sequence[int]], None],
+    done: Callable[[Completion | MeshError], None] | None = None,
+) -> DecodeCall:
+    """Start a completion, from a ticket's KV or, without one, from the prompt."""
+    call = DecodeCall(peer, sink, done)
+    start = call.request.starts.add(stream_id=call.stream_id)
+    start.token_ids.extend(token_ids)
+    sampling_to_proto(sampling, start.sampling)
+    if ticket is not None:
+        ticket_to_proto(ticket, start.ticket)
+    context_to_proto(context, start.context, clock)
+    return call
+
+
+async def release_kv(peer: Peer, ticket: KvTicket, timeout: float = 5.0) -> bool:
+    """End a ticket's lease. False if nothing was held for it."""
+    stub: Any = _worker_stub(peer.channel)
+    request = worker_pb2.ReleaseKvRequest(ticket_id=ticket.ticket_id, epoch=ticket.epoch)
+    try:
+        response = await stub.ReleaseKv(request, timeout=timeout)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return bool(response.released)
+
+
+async def watch_worker(peer: Peer, client_id: str) -> AsyncGenerator[WorkerNews, None]:
+    """Yield a worker's events, a snapshot first. Raises `MeshError` when it breaks."""
+    stub: Any = _worker_stub(peer.channel)
+    request = worker_pb2.WatchEventsRequest(schema_revision=SCHEMA_REVISION, client_id=client_id)
+    rpc = stub.WatchEvents(request)
+    try:
+        async for message in rpc:
+            events = [e for e in map(event_from_proto, message.events) if e is not None]
+            yield WorkerNews(message.worker_id, message.epoch, message.sequence, events)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        rpc.cancel()
+
+
+_worker_stub: Callable[[grpc.aio.Channel], Any] = worker_pb2_grpc.WorkerServiceStub
+
+
+def _text_piece(message: Any) -> TextPiece:
+    return TextPiece(message.text, message.token_count)
+
+
+def _prefill_answer(message: Any) -> PrefillAnswer:
+    ticket = ticket_from_proto(message.ticket) if message.HasField("ticket") else None
+    return PrefillAnswer(ticket, tuple(message.first_token_ids), message.cached_tokens)

@@ -1,0 +1,1 @@
+"""Fakes and helpers for tests of the mesh and of what is built on it."""

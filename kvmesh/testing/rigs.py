@@ -1,0 +1,19 @@
+"""Every engine's rig for the conformance suite, by the engine's name."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from kvmesh.testing.engine import EngineRig, SimRig
+from kvmesh.testing.engine_vllm import vllm_rig
+
+RigFactory = Callable[[], AbstractAsyncContextManager[EngineRig]]
+
+
+@asynccontextmanager
+async def sim_rig() -> AsyncIterator[EngineRig]:
+    """Yield the simulated engine's rig."""
+    yield SimRig()
+
+
+RIGS: Mapping[str, RigFactory] = {"sim": sim_rig, "vllm": vllm_rig}
+"""How to get each engine's rig. Any but `sim` are marked slow."""

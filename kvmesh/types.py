@@ -1,0 +1,293 @@
+"""The nouns of the mesh: small frozen values that every layer shares.
+
+They are valid once built. JSON and protobuf are turned into these at the edge
+(`kvmesh.wire`, `services/*/servicer.py`, the REST schemas) and nowhere else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvmesh.errors import InvalidRequestError
+
+
+class Role(StrEnum):
+    """The five kinds of process. Values are wire and command-line format."""
+
+    FRONTEND = "frontend"
+    TOKENIZER = "tokenizer"
+    ROUTER = "router"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class State(StrEnum):
+    """Where a process is in its life. Only `ready` ones get new work."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class FinishReason(StrEnum):
+    """Why generation stopped by itself. Values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to pick tokens. None means the engine's default; 0 means zero.
+
+    `max_tokens` None: as many as the context holds. Building one out of range raises
+    `InvalidRequestError` with the field at fault: temperature >= 0, 0 < top_p <= 1,
+    top_k >= 1 or -1 for all, 0 <= min_p <= 1, penalties in [-2, 2],
+    repetition_penalty > 0, 0 <= seed < 2**63, 1 <= max_tokens < 2**32.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no engine could honour."""
+        for name, (inside, range_) in _SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not inside(value):
+                raise InvalidRequestError(f"{name} must be {range_}, got {value}", field=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
+                field="min_tokens",
+            )
+
+
+# Written so that NaN is outside every range.
+_SAMPLING_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "max_tokens": (lambda v: 1 <= v < 2**32, "at least 1 and below 2**32"),
+    "min_tokens": (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32"),
+    "temperature": (lambda v: 0 <= v <= 100, "between 0 and 100"),
+    "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "top_k": (lambda v: v == -1 or 1 <= v < 2**31, "-1 (all) or at least 1 and below 2**31"),
+    "min_p": (lambda v: 0 <= v <= 1, "between 0 and 1"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "between -2 and 2"),
+    "repetition_penalty": (lambda v: 0 < v <= 100, "above 0 and at most 100"),
+    "seed": (lambda v: 0 <= v < 2**63, "at least 0 and below 2**63"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request, as billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The natural end of a request at one stage.
+
+    `stop` is the stop string or the stop token id that ended it; None for the model's
+    own EOS. `finish_reason` None where nothing was generated (a plan, an encoding).
+    """
+
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What travels with a request through every stage.
+
+    `deadline` is on the process's own `Clock.now()`; on the wire it is the time left.
+    `traceparent` is W3C trace context, or empty. Smaller `priority` goes first.
+    """
+
+    request_id: str
+    deadline: float | None = None
+    traceparent: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt to be encoded as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt that is token ids already."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A prompt as token ids, with the chained hashes of its full KV blocks."""
+
+    token_ids: Sequence[int]
+    block_hashes: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one worker is busy with right now.
+
+    Blocks are KV blocks of the worker's own block size. `ticket_blocks` and
+    `ticket_bytes` are held for KV tickets nobody has pulled yet; they are part of
+    `used_blocks`. `received_bytes` counts KV pulled from other workers since start.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    ticket_blocks: int = 0
+    ticket_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """What prefill hands to decode: where a prompt's KV waits, and until when.
+
+    Single use. `epoch` is the life of the worker that holds the blocks: a ticket
+    from an earlier life is refused. `engine_params` belongs to the engine and is
+    passed on unread. Times are Unix seconds. `first_token_ids` are what prefill
+    sampled; decode goes on after them where the engine can, else they are dropped.
+    """
+
+    ticket_id: str
+    worker_id: str
+    epoch: str
+    backend: str
+    engine: str
+    layout_fingerprint: str
+    prompt_tokens: int
+    block_count: int
+    byte_count: int
+    lease_expire_time: float
+    first_token_ids: tuple[int, ...] = ()
+    engine_params: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process as the others see it, in whatever registry.
+
+    `id` is stable over restarts on the same host and port, `epoch` is new with each
+    start. Addresses are `host:port`. Fields that a role does not have are empty or 0.
+    """
+
+    id: str
+    role: Role
+    epoch: str
+    address: str
+    state: State = State.STARTING
+    model: str = ""
+    metrics_address: str = ""
+    http_address: str = ""
+    engine: str = ""
+    block_size: int = 0
+    total_blocks: int = 0
+    context_length: int = 0
+    layout_fingerprint: str = ""
+    pid: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as a plan names it: enough to reach exactly this life of it."""
+
+    id: str
+    epoch: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The router's decision on one request. `prefill` None: decode prefills itself."""
+
+    decode: Worker
+    prefill: Worker | None
+    expected_cached_tokens: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Full KV blocks that became reusable; the mesh's chained hashes, prefix first."""
+
+    block_hashes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """KV blocks that were evicted."""
+
+    block_hashes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """The whole prefix cache was dropped."""
+
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """All KV blocks a worker has cached; what was known of it before is void."""
+
+    block_hashes: Sequence[int]
+
+
+WorkerEvent = CacheSnapshot | KvEvent | Load
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNews:
+    """Some events of one life of a worker. `sequence` counts from 1 on each watch."""
+
+    worker_id: str
+    epoch: str
+    sequence: int
+    events: Sequence[WorkerEvent]

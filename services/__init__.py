@@ -1,0 +1,1 @@
+"""The processes of the mesh, one package a role."""

@@ -1,0 +1,182 @@
+"""`DecodeService` over an engine."""
+
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, cast
+
+import grpc.aio
+
+from kvmesh.clock import Clock
+from kvmesh.engine.base import (
+    AsyncEngine,
+    EngineInfo,
+    EngineRequest,
+    Finish,
+    ResumeEngine,
+    Step,
+    StepEngine,
+)
+from kvmesh.errors import InternalError, MeshError, SlowReaderError, TicketError
+from kvmesh.rpc.gate import Gate
+from kvmesh.rpc.serving import Identity, ServerCall, ServerStream
+from kvmesh.rpc.specs import DECODE
+from kvmesh.telemetry import Tracer
+from kvmesh.types import Completion, KvTicket, Usage
+from kvmesh.v1 import decode_pb2, decode_pb2_grpc
+from kvmesh.wire import sampling_from_proto, ticket_from_proto, token_ids
+
+log = logging.getLogger(__name__)
+
+MAX_UNSENT_TOKENS = 4096
+"""Tokens of one request that its reader has not taken; past it the request fails."""
+
+
+SERVICE_NAME = "kvmesh.v1.DecodeService"
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """Runs each start on the engine, by whole steps where the engine can."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        info: EngineInfo,
+        *,
+        identity: Identity,
+        gate: Gate,
+        clock: Clock,
+        tracer: Tracer,
+    ) -> None:
+        self._engine = engine
+        self._info = info
+        self._identity = identity
+        self._gate = gate
+        self._clock = clock
+        self._tracer = tracer
+        self._numbers = itertools.count()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add this to a server."""
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+
+    async def Decode(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
+    ) -> None:
+        """Serve one client's stream."""
+        stream = ServerStream(
+            DECODE, self._start, identity=self._identity, gate=self._gate, clock=self._clock
+        )
+        await stream.run(request_iterator, context)
+
+    def _start(self, start: decode_pb2.DecodeStart, call: ServerCall) -> None:
+        request = EngineRequest(
+            # Callers may repeat their ids; the engine's are its own.
+            request_id=f"{next(self._numbers):x}-{call.context.request_id}",
+            token_ids=token_ids(start.token_ids),
+            sampling=sampling_from_proto(start.sampling),
+            priority=call.context.priority,
+            traceparent=call.context.traceparent,
+        )
+        ticket = ticket_from_proto(start.ticket) if start.HasField("ticket") else None
+        before = len(ticket.first_token_ids) if ticket and self._info.continues_first_token else 0
+        answer = _Answer(call, len(request.token_ids), before)
+        if isinstance(self._engine, StepEngine):
+            self._submit(self._engine, request, ticket, answer)
+        else:
+            call.spawn(self._iterate(request, ticket, answer))
+
+    def _submit(
+        self,
+        engine: StepEngine,
+        request: EngineRequest,
+        ticket: KvTicket | None,
+        answer: "_Answer",
+    ) -> None:
+        span = self._tracer.span("engine.decode", request.traceparent)
+        call = answer.call
+
+        def sink(step: Step | Exception) -> None:
+            if isinstance(step, Exception):
+                span.end(step)
+                call.fail(_mesh_error(step, request))
+                return
+            if not answer.add(step.token_ids):
+                engine.cancel(request.request_id)
+                span.end()
+                call.fail(SlowReaderError("the reader of this request fell behind"))
+            elif step.finish is not None:
+                span.end()
+                call.end(answer.completion(step.finish))
+
+        def cancel() -> None:
+            engine.cancel(request.request_id)
+            span.end()
+
+        call.on_cancel = cancel
+        engine.submit(request, ticket, sink)
+
+    async def _iterate(
+        self, request: EngineRequest, ticket: KvTicket | None, answer: "_Answer"
+    ) -> Completion:
+        with self._tracer.span("engine.decode", request.traceparent):
+            async with _closing(self._steps(request, ticket)) as steps:
+                async for step in steps:
+                    if not answer.add(step.token_ids):
+                        raise SlowReaderError("the reader of this request fell behind")
+                    if step.finish is not None:
+                        return answer.completion(step.finish)
+        raise InternalError("the engine ended a request without a finish")
+
+    def _steps(self, request: EngineRequest, ticket: KvTicket | None) -> AsyncIterator[Step]:
+        if ticket is None:
+            return self._engine.generate(request)
+        if not isinstance(self._engine, ResumeEngine):
+            raise TicketError(f"the engine {self._info.engine} can't resume from a ticket")
+        return self._engine.resume(request, ticket)
+
+
+class _Answer:
+    """One request's tokens on their way into its stream's messages."""
+
+    __slots__ = ("_before", "_offset", "_prompt_tokens", "call")
+
+    def __init__(self, call: ServerCall, prompt_tokens: int, before: int) -> None:
+        self.call = call
+        self._prompt_tokens = prompt_tokens
+        self._before = before
+        self._offset = 0
+
+    def add(self, ids: Sequence[int]) -> bool:
+        """Add tokens to the unsent message; False when too many of them are unsent."""
+        if not ids:
+            return True
+        outbox, stream_id = self.call.outbox, self.call.stream_id
+        delta: Any = outbox.slots.get(stream_id)
+        if delta is None:
+            delta = outbox.next().deltas.add(stream_id=stream_id, offset=self._offset)
+            outbox.slots[stream_id] = delta
+        delta.token_ids.extend(ids)
+        self._offset += len(ids)
+        return len(delta.token_ids) <= MAX_UNSENT_TOKENS
+
+    def completion(self, finish: Finish) -> Completion:
+        """Return the request's natural end."""
+        usage = Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._before + self._offset,
+            cached_tokens=finish.cached_tokens,
+        )
+        return Completion(finish.reason, usage, finish.stop_token_id)
+
+
+def _closing(steps: AsyncIterator[Step]) -> Any:
+    return contextlib.aclosing(cast("AsyncGenerator[Step, None]", steps))
+
+
+def _mesh_error(error: Exception, request: EngineRequest) -> MeshError:
+    if isinstance(error, MeshError):
+        return error
+    log.error("request %s failed in the engine", request.request_id, exc_info=error)
+    return InternalError("internal error")

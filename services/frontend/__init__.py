@@ -1,0 +1,1 @@
+"""Owns the life of every request: the public face of the mesh."""

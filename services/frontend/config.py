@@ -1,0 +1,53 @@
+"""Everything a frontend process can be told."""
+
+from dataclasses import dataclass, field
+
+from kvmesh.discovery import DiscoveryConfig
+from kvmesh.rpc.config import RpcConfig
+from kvmesh.telemetry import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """How this process speaks HTTP."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(
+        default=8000,
+        metadata={"help": "port to listen on; 0: any free one", "min": 0, "max": 65535},
+    )
+    max_body_mib: int = field(
+        default=16, metadata={"help": "largest request body, in MiB", "min": 1, "max": 1024}
+    )
+    keep_alive_seconds: int = field(
+        default=75, metadata={"help": "how long an idle connection is kept", "min": 1}
+    )
+    backlog: int = field(
+        default=2048, metadata={"help": "connections waiting to be accepted", "min": 1}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What one request may ask for."""
+
+    request_seconds: float = field(
+        default=600.0, metadata={"help": "longest life of a request, in seconds", "min": 0.1}
+    )
+    attempts: int = field(
+        default=3, metadata={"help": "workers tried before a request fails", "min": 1, "max": 10}
+    )
+    messages: int = field(
+        default=4096, metadata={"help": "messages in one conversation at most", "min": 1}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendConfig:
+    """Configuration of a frontend process, by section."""
+
+    rpc: RpcConfig = field(default_factory=RpcConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    http: HttpConfig = field(default_factory=HttpConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)

@@ -1,0 +1,1 @@
+"""OpenAI's REST API, over the same pipeline as gRPC."""

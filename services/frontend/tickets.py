@@ -1,0 +1,52 @@
+"""KV tickets that no decode takes are given back, whoever has left meanwhile."""
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from kvmesh.errors import MeshError
+from kvmesh.rpc.clients import release_kv
+from kvmesh.types import KvTicket, Worker
+from services.frontend.fleet import Fleet
+from services.frontend.metrics import FrontendMetrics
+
+log = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 5.0
+"""Time for one release; what can't be told in time ends with the ticket's lease."""
+
+
+class Tickets:
+    """Owns the releases. An async context manager: leaving waits for those that run."""
+
+    def __init__(self, fleet: Fleet, metrics: FrontendMetrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.gather(*self._tasks)
+
+    def release(self, holder: Worker, ticket: KvTicket) -> None:
+        """End a ticket's lease, in the background: the caller may go away at once."""
+        self._metrics.orphans += 1
+        task = asyncio.create_task(self._release(holder, ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, holder: Worker, ticket: KvTicket) -> None:
+        try:
+            await release_kv(self._fleet.peer(holder), ticket, RELEASE_SECONDS)
+        except MeshError as error:
+            log.warning("KV ticket of %s not released, its lease will: %s", holder.id, error)
+        except Exception:  # top of a background task
+            log.exception("releasing a KV ticket of %s failed", holder.id)

@@ -1,0 +1,1 @@
+"""Chooses workers."""

@@ -1,0 +1,155 @@
+"""The one owner of the router's state: takes requests and news, hands out decisions.
+
+Everything here runs on the event loop, in one turn and without waiting, so there is
+nothing to lock: each change is followed at once by whatever it makes possible.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvmesh.clock import Clock
+from kvmesh.errors import MeshError
+from kvmesh.types import Member, WorkerNews
+from services.router.admission import Admission, Waiter
+from services.router.planner import Decision
+from services.router.policy import Demand
+from services.router.reservations import Ledger, Life, Reservation
+from services.router.state import Applied, Fleet
+
+Answer = Callable[[Decision | MeshError], None]
+"""Gets a request's decision, or why there is none. Called once, must not block."""
+
+
+class Routed:
+    """One request's stay in the router, from `Dispatcher.submit` to `Dispatcher.end`."""
+
+    __slots__ = ("answer", "model", "reservation", "waiter")
+
+    def __init__(self, model: str, answer: Answer) -> None:
+        self.model = model
+        self.answer = answer
+        self.waiter: Waiter | None = None
+        self.reservation: Reservation | None = None
+
+
+class Dispatcher:
+    """Admission with time and answers. An async context manager: leaving stops its timer."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, admission: Admission, clock: Clock) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._admission = admission
+        self._clock = clock
+        self._waiting: dict[Waiter, Routed] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+
+    async def __aenter__(self) -> Self:
+        """Do nothing: there is nothing to start."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop the timer. Whoever still waits is told nothing more."""
+        self._set_timer(None)
+
+    def submit(self, demand: Demand, deadline: float | None, answer: Answer) -> Routed:
+        """Decide now, or as soon as there is room.
+
+        `answer` may be called before this returns. `deadline` is on the clock. Raises as
+        `Admission.submit` does, and then `answer` is not called. The caller calls `end`
+        exactly when the request is over or no longer wanted, whatever was answered.
+        """
+        routed = Routed(demand.model, answer)
+        result = self._admission.submit(demand, self._clock.now(), deadline)
+        if isinstance(result, Decision):
+            routed.reservation = result.reservation
+            answer(result)
+        else:
+            routed.waiter = result
+            self._waiting[result] = routed
+            self._arm_by(self._admission.expiry(result))
+        return routed
+
+    def prefilled(self, routed: Routed) -> None:
+        """Note that a planned request's prompt is computed."""
+        if routed.reservation is not None:
+            self._ledger.prefilled(routed.reservation)
+
+    def end(self, routed: Routed) -> None:
+        """Free all that the request holds here. A second time has no effect."""
+        if routed.waiter is not None:
+            self._admission.withdraw(routed.waiter)
+            self._waiting.pop(routed.waiter, None)
+            routed.waiter = None
+        if routed.reservation is not None:
+            self._ledger.release(routed.reservation)
+            self._pump(routed.model)
+
+    def update_members(self, members: Iterable[Member]) -> None:
+        """Take over a membership snapshot."""
+        self._fleet.update(members)
+        self._fleet_changed()
+
+    def watchable(self) -> Mapping[Life, Member]:
+        """Return the lives whose events are to be watched."""
+        return self._fleet.watchable()
+
+    def apply(self, life: Life, news: WorkerNews) -> Applied:
+        """Take over one message of a worker's event stream; see `Fleet.apply`."""
+        applied = self._fleet.apply(life, news)
+        worker = self._fleet.find(life)
+        if applied is Applied.OK and news.sequence == 1:
+            self._fleet_changed()
+        elif applied is Applied.OK and worker is not None:
+            self._pump(worker.member.model)
+        return applied
+
+    def suspect(self, life: Life) -> None:
+        """Take a worker out of routing: its event stream broke."""
+        self._fleet.suspect(life)
+        self._fleet_changed()
+
+    def _fleet_changed(self) -> None:
+        if self._waiting:
+            self._deliver(self._admission.fleet_changed(self._clock.now()))
+            self._arm_by(self._admission.next_expiry())
+
+    def _pump(self, model: str) -> None:
+        if self._waiting:
+            self._deliver(self._admission.pump(model))
+
+    def _deliver(self, admitted: Sequence[tuple[Waiter, Decision]]) -> None:
+        for waiter, decision in admitted:
+            routed = self._waiting.pop(waiter)
+            routed.waiter = None
+            routed.reservation = decision.reservation
+            routed.answer(decision)
+
+    def _arm_by(self, at: float | None) -> None:
+        """See to it that `_expire` runs by then; too early does no harm."""
+        if at is not None and (self._timer_at is None or at < self._timer_at):
+            self._set_timer(at)
+
+    def _set_timer(self, at: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = at
+        if at is not None:
+            delay = max(0.0, at - self._clock.now())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._set_timer(None)
+        for waiter, error in self._admission.expire(self._clock.now()):
+            routed = self._waiting.pop(waiter)
+            routed.waiter = None
+            routed.answer(error)
+        self._arm_by(self._admission.next_expiry())

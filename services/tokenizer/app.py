@@ -1,0 +1,43 @@
+"""What a tokenizer process is made of."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from kvmesh.config import ConfigError
+from kvmesh.host.process import Process, Service
+from services.tokenizer.codec import Codec
+from services.tokenizer.config import TokenizerConfig
+from services.tokenizer.lanes import Lanes
+from services.tokenizer.servicer import SERVICE_NAME, Host, TokenizerServicer
+
+
+@asynccontextmanager
+async def app(config: TokenizerConfig, process: Process) -> AsyncIterator[Service]:
+    """Yield the service once the tokenizer is loaded.
+
+    Raises `ConfigError` without a model folder, or with one that holds no tokenizer.
+    """
+    limits = config.tokenizer
+    if config.model.path is None:
+        raise ConfigError("model.path: required, set --model-path or KVMESH_MODEL_PATH")
+    codec = await asyncio.to_thread(
+        Codec, config.model.path, max_prompt_chars=limits.max_prompt_chars
+    )
+    model = config.model.served_name
+    host = Host(
+        process.identity,
+        process.gate,
+        process.clock,
+        process.telemetry.tracer,
+        process.telemetry.meter,
+    )
+    async with Lanes(
+        long_size=limits.long_prompt_chars,
+        max_waiting=limits.max_waiting,
+        max_waiting_size=limits.max_waiting_chars,
+    ) as lanes:
+        servicer = TokenizerServicer(
+            codec, model, lanes, host, max_stop_chars=limits.max_stop_chars
+        )
+        yield Service({SERVICE_NAME: servicer.register}, {"model": model}, failed=lanes.failed)

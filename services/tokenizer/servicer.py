@@ -1,0 +1,265 @@
+"""TokenizerService: the two multiplexed streams over the pure cores.
+
+`Tokenize` hands its work to threads. `Detokenize` is the hot path, a few microseconds a
+token, and runs in the event loop: one text delta for each request and message.
+"""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from kvmesh.clock import Clock
+from kvmesh.errors import (
+    CancelledByCallerError,
+    InternalError,
+    InvalidRequestError,
+    MeshError,
+    RequestTooLargeError,
+    UnknownModelError,
+)
+from kvmesh.kv.blocks import block_hashes
+from kvmesh.rpc.gate import Gate
+from kvmesh.rpc.serving import Identity, ServerCall, ServerStream
+from kvmesh.rpc.specs import DETOKENIZE, TOKENIZE
+from kvmesh.telemetry import Meter, Span, Tracer
+from kvmesh.types import ChatPrompt, Completion, FinishReason, Prompt, TextPrompt, Usage
+from kvmesh.v1 import generation_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from kvmesh.wire import prompt_from_proto
+from services.tokenizer.codec import Codec
+from services.tokenizer.completion import CompletionText
+from services.tokenizer.lanes import Job, Lanes
+from services.tokenizer.stops import StopMatcher
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME: str = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the servicer needs of the process it runs in."""
+
+    identity: Identity
+    gate: Gate
+    clock: Clock
+    tracer: Tracer
+    meter: Meter
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves one model's tokenizer under the name `model`."""
+
+    def __init__(
+        self, codec: Codec, model: str, lanes: Lanes, host: Host, *, max_stop_chars: int
+    ) -> None:
+        """Take what is served, and the lanes that encode; both outlive the servicer."""
+        self._codec = codec
+        self._model = model
+        self._lanes = lanes
+        self._host = host
+        self._max_stop_chars = max_stop_chars
+        self._metrics = _Metrics(host.meter, lanes)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server."""
+        add: Any = tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server
+        add(self, server)
+
+    async def Tokenize(self, request_iterator: Any, context: Any) -> None:
+        """Encode prompts."""
+        host = self._host
+        stream = ServerStream(
+            TOKENIZE, self._encode, identity=host.identity, gate=host.gate, clock=host.clock
+        )
+        await stream.run(request_iterator, context)
+
+    async def Detokenize(self, request_iterator: Any, context: Any) -> None:
+        """Turn completions into text."""
+        host = self._host
+        texts = _Texts(self._metrics)
+        stream = ServerStream(
+            DETOKENIZE,
+            partial(self._open_text, texts),
+            identity=host.identity,
+            gate=host.gate,
+            clock=host.clock,
+            feed=texts.feed,
+        )
+        await stream.run(request_iterator, context)
+
+    def _encode(self, start: tokenizer_pb2.TokenizeStart, call: ServerCall) -> None:
+        self._check_model(start.model)
+        prompt = prompt_from_proto(start)
+        span = self._host.tracer.span("encode", call.context.traceparent)
+        job = Job(
+            size=_size(prompt),
+            work=partial(self._encoded, prompt, start.stream_id, start.block_size),
+            done=partial(self._finish_encoding, call, span),
+        )
+        call.on_cancel = partial(_cancel_job, job, span)
+        try:
+            self._lanes.submit(job)
+        except MeshError as error:
+            span.end(error)
+            raise
+
+    def _encoded(
+        self, prompt: Prompt, stream_id: int, block_size: int
+    ) -> tokenizer_pb2.TokenizeResult:
+        """Encode, in a lane's thread: building a long message takes its time, too."""
+        ids = self._codec.encode(prompt)
+        hashes = block_hashes(ids, block_size, self._model) if block_size else ()
+        return tokenizer_pb2.TokenizeResult(stream_id=stream_id, token_ids=ids, block_hashes=hashes)
+
+    def _finish_encoding(
+        self, call: ServerCall, span: Span, outcome: tokenizer_pb2.TokenizeResult | MeshError
+    ) -> None:
+        if isinstance(outcome, MeshError):
+            span.end(outcome)
+            call.fail(outcome)
+            return
+        count = len(outcome.token_ids)
+        self._metrics.encoded_tokens += count
+        span.set("kvmesh.prompt_tokens", count)
+        span.end()
+        call.outbox.next().results.append(outcome)
+        call.end(Completion())
+
+    def _open_text(
+        self, texts: "_Texts", start: tokenizer_pb2.DetokenizeStart, call: ServerCall
+    ) -> None:
+        self._check_model(start.model)
+        matcher = None
+        if start.stop:
+            if not all(start.stop):
+                raise InvalidRequestError("a stop string is empty", field="stop")
+            if sum(map(len, start.stop)) > self._max_stop_chars:
+                raise RequestTooLargeError(
+                    f"stop strings may have {self._max_stop_chars} characters in all", field="stop"
+                )
+            matcher = StopMatcher(start.stop, include_stop=start.include_stop)
+        detokenizer = self._codec.detokenizer(keep_special=start.keep_special)
+        span = self._host.tracer.span("detokenize", call.context.traceparent)
+        texts.open(call, CompletionText(detokenizer, matcher), span)
+
+    def _check_model(self, model: str) -> None:
+        if model != self._model:
+            raise UnknownModelError(f"the model {model!r} is not served here", field="model")
+
+
+@dataclass(slots=True)
+class _OpenText:
+    """A completion that has not ended."""
+
+    text: CompletionText
+    call: ServerCall
+    span: Span
+
+
+class _Texts:
+    """The completions of one Detokenize stream."""
+
+    def __init__(self, metrics: "_Metrics") -> None:
+        self._open: dict[int, _OpenText] = {}
+        self._metrics = metrics
+
+    def open(self, call: ServerCall, text: CompletionText, span: Span) -> None:
+        """Add a completion; it stays until its call ends."""
+        self._open[call.stream_id] = _OpenText(text, call, span)
+        call.on_cancel = partial(self._cancelled, call.stream_id)
+
+    def feed(self, message: tokenizer_pb2.DetokenizeRequest, stream: Any) -> None:
+        """Take a client's message. What is for an ended or unknown id is passed over."""
+        for delta in message.deltas:
+            found = self._open.get(delta.stream_id)
+            if found is not None:
+                self._advance(found, delta)
+        for stream_id in message.finishes:
+            found = self._open.get(stream_id)
+            if found is not None:
+                self._advance(found, None)
+
+    def _advance(self, found: _OpenText, delta: generation_pb2.TokenDelta | None) -> None:
+        """Take a completion's next tokens, or with None its end."""
+        text = found.text
+        try:
+            piece = text.push(delta.offset, delta.token_ids) if delta is not None else text.finish()
+        except MeshError as error:
+            self._fail(found, error)
+            return
+        except Exception:  # top of a request
+            log.exception("request %s failed", found.call.context.request_id)
+            self._fail(found, InternalError("internal error"))
+            return
+        if piece:
+            _send(found.call, piece, text.token_count)
+        if delta is None or text.stop_string is not None:
+            self._end(found)
+
+    def _end(self, found: _OpenText) -> None:
+        call, count, stop = found.call, found.text.token_count, found.text.stop_string
+        self._close(call.stream_id)
+        reason = FinishReason.STOP if stop is not None else None
+        call.end(Completion(reason, Usage(0, count), stop))
+
+    def _fail(self, found: _OpenText, error: MeshError) -> None:
+        self._close(found.call.stream_id, error)
+        found.call.fail(error)
+
+    def _cancelled(self, stream_id: int) -> None:
+        self._close(stream_id, CancelledByCallerError("cancelled"))
+
+    def _close(self, stream_id: int, error: MeshError | None = None) -> None:
+        found = self._open.pop(stream_id)
+        self._metrics.decoded_tokens += found.text.token_count
+        found.span.set("kvmesh.completion_tokens", found.text.token_count)
+        found.span.end(error)
+
+
+class _Metrics:
+    """Counts that are kept as plain numbers: they are touched for every request."""
+
+    def __init__(self, meter: Meter, lanes: Lanes) -> None:
+        self.encoded_tokens = 0
+        self.decoded_tokens = 0
+        meter.counter_from(
+            "kvmesh_encoded_tokens", "Prompt tokens encoded.", lambda: self.encoded_tokens
+        )
+        meter.counter_from(
+            "kvmesh_detokenized_tokens",
+            "Completion tokens turned into text, counted when a completion ends.",
+            lambda: self.decoded_tokens,
+        )
+        meter.gauge(
+            "kvmesh_encode_waiting", "Prompts that wait to be encoded.", lambda: lanes.waiting
+        )
+
+
+def _send(call: ServerCall, piece: str, token_count: int) -> None:
+    """Send text, in the entry of this request that still waits to go if there is one."""
+    outbox, stream_id = call.outbox, call.stream_id
+    entry: Any = outbox.slots.get(stream_id)
+    if entry is not None:
+        entry.text += piece
+        entry.token_count = token_count
+        return
+    # Set one by one: a fifth faster than as arguments of `add`.
+    outbox.slots[stream_id] = entry = outbox.next().deltas.add()
+    entry.stream_id, entry.text, entry.token_count = stream_id, piece, token_count
+
+
+def _cancel_job(job: Job[Any], span: Span) -> None:
+    job.cancelled = True
+    span.end(CancelledByCallerError("cancelled"))
+
+
+def _size(prompt: Prompt) -> int:
+    """Return how much work a prompt is, in characters."""
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    if isinstance(prompt, ChatPrompt):
+        return sum(len(message.role) + len(message.content) for message in prompt.messages)
+    return len(prompt.token_ids)

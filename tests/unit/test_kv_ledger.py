@@ -1,0 +1,59 @@
+"""Leases end once, by whichever way comes first."""
+
+import pytest
+
+from kvmesh.kv.ledger import Lease, Ledger
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    ledger = Ledger(block_bytes=10)
+    ledger.add(Lease("a", (1, 2), expires=5.0))
+    ledger.add(Lease("b", (2, 3), expires=7.0))
+    return ledger
+
+
+def test_totals_count_shared_blocks_once(ledger: Ledger) -> None:
+    assert (len(ledger), ledger.blocks, ledger.byte_count) == (2, 3, 30)
+    ledger.release("a")
+    assert (len(ledger), ledger.blocks, ledger.byte_count) == (1, 2, 20)
+    ledger.release("b")
+    assert (len(ledger), ledger.blocks, ledger.byte_count) == (0, 0, 0)
+
+
+def test_is_taken_once(ledger: Ledger) -> None:
+    lease = ledger.take("a", now=4.9)
+    assert lease is not None
+    assert lease.blocks == (1, 2)
+    assert ledger.take("a", now=4.9) is None
+    assert ledger.release("a") is None
+
+
+def test_is_not_taken_at_its_expiry(ledger: Ledger) -> None:
+    assert ledger.take("a", now=5.0) is None
+    assert [lease.ticket_id for lease in ledger.expire(5.0)] == ["a"]
+    assert ledger.take("a", now=0.0) is None
+
+
+def test_a_released_one_is_not_taken(ledger: Ledger) -> None:
+    assert ledger.release("a") is not None
+    assert ledger.take("a", now=0.0) is None
+    assert ledger.expire(5.0) == []
+
+
+def test_next_expiry(ledger: Ledger) -> None:
+    assert ledger.next_expiry == 5.0
+    ledger.expire(5.0)
+    assert ledger.next_expiry == 7.0
+    assert len(ledger.clear()) == 1
+    assert ledger.next_expiry is None
+
+
+def test_unknown_tickets(ledger: Ledger) -> None:
+    assert ledger.take("c", now=0.0) is None
+    assert ledger.release("c") is None
+
+
+def test_a_ticket_is_held_once(ledger: Ledger) -> None:
+    with pytest.raises(ValueError, match="held already"):
+        ledger.add(Lease("a", (9,), expires=9.0))

@@ -1,0 +1,98 @@
+"""Batching and preemption step by step, without an engine around them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.engine.base import EngineRequest
+from kvmesh.engine.sim.config import SimConfig
+from kvmesh.engine.sim.latency import Latency
+from kvmesh.engine.sim.model import KvMemory, expected
+from kvmesh.engine.sim.scheduler import Scheduler
+from kvmesh.engine.sim.sequence import Kind, Phase, SimSequence, build
+from kvmesh.kv.pool import BlockPool
+from kvmesh.types import Sampling
+
+CONFIG = SimConfig(block_size=4, total_blocks=16, latency=Latency(speed=1))
+MODEL = CONFIG.model("m")
+
+
+def scheduler(config: SimConfig) -> Scheduler:
+    memory = KvMemory(memoryview(bytearray(config.pool_layout.size)), config.block_size)
+    return Scheduler(config, MODEL, memory, BlockPool(config.total_blocks), salt="m")
+
+
+def sequence(prompt: list[int], max_tokens: int, priority: int = 0) -> SimSequence:
+    request = EngineRequest(str(prompt), prompt, Sampling(max_tokens), priority=priority)
+    return build(
+        CONFIG, request, Kind.GENERATE, ticket=None, sink=lambda _: None, rng=random.Random(0)
+    )
+
+
+def completion(one: SimSequence) -> list[int]:
+    return one.tokens[one.prompt_length :]
+
+
+def test_the_last_in_line_that_still_runs_is_preempted() -> None:
+    line = scheduler(replace(CONFIG, total_blocks=3))
+    ending, middle, first = sequence([1, 2], 3, 2), sequence([3] * 3, 9, 1), sequence([4] * 3, 9)
+    for each in (ending, middle, first):
+        line.add(each)
+        line.admit()
+    line.step()  # prompts
+    line.step()
+    outcome = line.step()  # `ending` ends, `middle` takes its block, `first` takes that
+    assert [each for each, _, finish in outcome.tokens if finish] == [ending]
+    assert line.waiting == [middle]
+    assert (line.running, ending.phase) == ([first], Phase.ENDED)
+    while line.running or line.waiting:
+        line.admit()
+        line.step()
+    assert completion(middle) == expected(MODEL, [3] * 3, 9)
+    assert completion(first) == expected(MODEL, [4] * 3, 9)
+
+
+def test_a_step_computes_no_more_than_its_budget() -> None:
+    line = scheduler(replace(CONFIG, max_batch_tokens=5))
+    one, two = sequence([1] * 12, 2), sequence([2] * 3, 2)
+    line.add(one)
+    line.add(two)
+    line.admit()
+    assert [line.step().prefill_tokens for _ in range(3)] == [5, 5, 5]
+    assert completion(one) == expected(MODEL, [1] * 12, 1)
+    assert completion(two) == expected(MODEL, [2] * 3, 1)
+
+
+def test_a_step_tells_what_it_did() -> None:
+    line = scheduler(CONFIG)
+    for number in (1, 2):
+        line.add(sequence([number] * 5, 3))
+    line.admit()
+    first, second = line.step(), line.step()
+    assert (first.prefill_tokens, first.decodes) == (10, 0)
+    assert (second.prefill_tokens, second.decodes, second.kv_tokens) == (0, 2, 12)
+
+
+def test_the_batch_is_bounded() -> None:
+    line = scheduler(replace(CONFIG, max_batch=2))
+    for number in range(4):
+        line.add(sequence([number], 2))
+    line.admit()
+    assert (len(line.prompts), len(line.waiting)) == (2, 2)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_removing_frees(steps: int) -> None:
+    pool = BlockPool(16)
+    memory = KvMemory(memoryview(bytearray(CONFIG.pool_layout.size)), 4)
+    line = Scheduler(CONFIG, MODEL, memory, pool, salt="m")
+    one = sequence([1] * 9, 9)
+    line.add(one)
+    for _ in range(steps):
+        line.admit()
+        line.step()
+    assert bool(pool.used) == bool(steps)
+    line.remove(one)
+    assert pool.used == 0
+    assert [line.waiting, line.prompts, line.running] == [[], [], []]
