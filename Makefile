@@ -70,7 +70,7 @@ format: $(VENV)/dev.stamp ## Format the code
 	$(BIN)/ruff format
 
 bench: $(VENV)/test.stamp ## Run the end-to-end benchmark on the simulated engine
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench.e2e $(ARGS)
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

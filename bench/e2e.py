@@ -152,7 +152,7 @@ def _table(results: list[dict[str, Any]]) -> str:
 
 
 def _kvmesh(state: Path, command: str, *arguments: str) -> str:
-    line = [sys.executable, "-m", "kvmesh.cli.main", command, "--state-dir", str(state), *arguments]
+    line = [sys.executable, "-m", "kvmesh.cli", command, "--state-dir", str(state), *arguments]
     return subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

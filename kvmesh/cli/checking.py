@@ -26,8 +26,8 @@ def check_overrides(overrides: Sequence[Override], planned: Sequence[Planned]) -
         if not any(
             section in known for role, known in sections.items() if override.role in {None, role}
         ):
-            whom = override.role or "any process"
-            raise CommandError(f"--set {override.key}: {whom} has no section {section!r}")
+            whom = f"{override.role} has no" if override.role else "no process has a"
+            raise CommandError(f"--set {override.key}: {whom} section {section!r}")
 
 
 def _ask(planned: Planned, overrides: Sequence[Override]) -> subprocess.Popen[str]:

@@ -10,8 +10,19 @@ from rich.text import Text
 from kvmesh.config import environment
 from kvmesh.errors import MeshError
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(highlight=False, soft_wrap=True, stderr=True)
+_PIPE_WIDTH = 200
+"""A file or a pipe has no edge at which a table would have to be cut."""
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(highlight=False, soft_wrap=True, stderr=stderr)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 
 class CommandError(MeshError):

@@ -1,6 +1,7 @@
 """Entry of the `kvmesh` command: one module for each subcommand, loaded when it is used."""
 
 import importlib
+import logging
 from typing import Any
 
 import typer
@@ -46,6 +47,8 @@ def kvmesh() -> None:
 
 def main() -> None:
     """Run the command line; what goes wrong is told in a sentence and exits with 1."""
+    # Errors are told below; what the library logs on its way there would only repeat them.
+    logging.getLogger("kvmesh").addHandler(logging.NullHandler())
     try:
         app(prog_name="kvmesh")
     except MeshError as error:

@@ -70,4 +70,5 @@ def _progress(model: str) -> Iterator[models.Progress]:
     try:
         yield tell
     finally:
-        bars.stop()
+        if task is not None:
+            bars.stop()

@@ -83,8 +83,7 @@ def _print(cluster: ClusterState | None, seen: Sequence[Seen], gone: Sequence[Ru
     if not seen:
         out.print("Nothing runs here: `kvmesh up` starts a cluster.")
         return
-    # A pipe or a file has all the room there is.
-    out.print(_table(seen), width=None if out.is_terminal else 200)
+    out.print(_table(seen))
     for process in gone:
         err.print(f"{process.name} (pid {process.pid}) is gone; its log: {process.log}")
     if cluster:
@@ -94,7 +93,7 @@ def _print(cluster: ClusterState | None, seen: Sequence[Seen], gone: Sequence[Ru
 
 
 def _table(seen: Sequence[Seen]) -> Table:
-    wide = not out.is_terminal or out.width >= _WIDE
+    wide = out.width >= _WIDE
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("process", "pid", "state", "address", *(("model", "epoch") if wide else ())):
         table.add_column(title, no_wrap=True)

@@ -43,12 +43,26 @@ class Seen:
         }
 
 
+async def members_of(config: DiscoveryConfig) -> tuple[Member, ...]:
+    """Return the membership now. Raises CommandError if the registry doesn't answer."""
+    try:
+        async with (
+            asyncio.timeout(_REGISTRY_SECONDS),
+            create(config, SystemClock(), random.Random()) as discovery,
+            aclosing(discovery.watch()) as updates,  # type: ignore[type-var]
+        ):
+            return await anext(updates)
+    except TimeoutError:
+        where = f"Consul at {config.consul_address}" if config.kind == "consul" else config.kind
+        raise CommandError(f"the registry does not answer: {where}") from None
+
+
 async def survey(own: OwnConfig, started: Sequence[Running]) -> list[Seen]:
     """Return all that runs: what the registry knows, and what has been started and isn't there yet.
 
     Raises CommandError if the registry doesn't answer.
     """
-    members = await _members(own.discovery)
+    members = await members_of(own.discovery)
     names = {(process.role, process.pid): process.name for process in started}
     known = {(member.role, member.pid) for member in members}
     starting = [
@@ -63,19 +77,6 @@ async def survey(own: OwnConfig, started: Sequence[Running]) -> list[Seen]:
     ]
     seen += [Seen(member.id, member) for member in starting]
     return sorted(seen, key=lambda item: (_ORDER.index(item.member.role), item.name))
-
-
-async def _members(config: DiscoveryConfig) -> tuple[Member, ...]:
-    try:
-        async with (
-            asyncio.timeout(_REGISTRY_SECONDS),
-            create(config, SystemClock(), random.Random()) as discovery,
-            aclosing(discovery.watch()) as updates,  # type: ignore[type-var]
-        ):
-            return await anext(updates)
-    except TimeoutError:
-        where = config.consul_address if config.kind == "consul" else config.directory
-        raise CommandError(f"the {config.kind} registry at {where} does not answer") from None
 
 
 async def _load(member: Member, config: RpcConfig) -> Load | None:

@@ -16,6 +16,7 @@ from kvmesh.cli.session import Session, run
 from kvmesh.cli.settings import own_config, parse_overrides
 from kvmesh.cli.state import ClusterState
 from kvmesh.cli.state import StateDir as State
+from kvmesh.cli.survey import members_of
 from kvmesh.clock import SystemClock
 from kvmesh.types import Role
 
@@ -111,6 +112,8 @@ def up(  # noqa: PLR0913 - a command's options
     with state.locked():
         _check_unused(state)
         layout.check_ports()
+        if discovery is DiscoveryChoice.CONSUL:
+            asyncio.run(members_of(own.discovery))
         folder = prepare(engine, model)
         info = models.read_info(folder)
         readable = models.TINY_FIRST_READABLE if info.name == TINY else None

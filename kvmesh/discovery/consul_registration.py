@@ -91,8 +91,10 @@ class ConsulRegistration:
         self._leaving = True
         self._wake.set()
         # A step is left to end by itself: cut off, it could still register us afterwards.
-        await asyncio.wait((task,), timeout=LEAVE_SECONDS)
-        task.cancel()
+        try:
+            await asyncio.wait((task,), timeout=LEAVE_SECONDS)
+        finally:
+            task.cancel()
         await asyncio.wait((task,))
         try:
             async with asyncio.timeout(LEAVE_SECONDS):

@@ -52,8 +52,10 @@ class LocalDiscovery:
             yield registration
         finally:
             keeper.cancel()
-            await asyncio.wait((keeper,))
-            registration.withdraw()
+            try:
+                await asyncio.wait((keeper,))
+            finally:
+                registration.withdraw()
 
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
         """Look at the directory again and again; yield when something differs."""
@@ -169,7 +171,7 @@ class _Reader:
             seen = self._open(name)
         if not owner_is_dead(seen.fd):
             return seen.entry
-        if False:
+        if not os.path.samestat(seen.stat, path.stat()):
             # Its owner lives: between our two looks it has moved on to a new file.
             return self._open(name).entry
         if seen.entry is not None:

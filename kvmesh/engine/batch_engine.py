@@ -34,7 +34,10 @@ _RETRY_AFTER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What bounds an engine, and what its tickets say of it."""
+    """What bounds an engine, and what its tickets say of it.
+
+    `lose_leases` is a fault to inject: a ticket's blocks are freed at once.
+    """
 
     worker_id: str
     epoch: str
@@ -42,6 +45,7 @@ class Traits:
     max_queue: int
     lease_seconds: float
     pull_timeout_seconds: float
+    lose_leases: bool = False
 
 
 class Stepper(Protocol[S]):
@@ -137,9 +141,8 @@ class BatchEngine(Generic[S]):
         batch: Batch[S] = Batch(
             pool, block_size=info.block_size, max_batch=traits.max_batch, salt=info.model
         )
-        leases: list[Handoff] = []  # the transport needs a callback before it can be described
         try:
-            transport = stepper.open(lambda ticket_id: leases[0].on_pulled(ticket_id))
+            transport = stepper.open(self._on_pulled)
         except (TransferError, OSError) as error:
             raise EngineError(f"the engine has no pool for its KV: {error}") from error
         terms = Terms(
@@ -154,7 +157,6 @@ class BatchEngine(Generic[S]):
             pull_timeout_seconds=traits.pull_timeout_seconds,
         )
         handoff = Handoff(terms, self._clock, self._free)
-        leases.append(handoff)
         self._failure = ""
         loop = asyncio.create_task(self._run(batch), name=f"{info.engine}-engine")
         self._parts = _Parts(pool, batch, handoff, transport, loop)
@@ -343,6 +345,8 @@ class BatchEngine(Generic[S]):
         )
         sequence.blocks = []
         sequence.phase = Phase.ENDED
+        if self._traits.lose_leases:
+            parts.handoff.release(sequence.ticket.ticket_id)
 
     async def _pull(self, batch: Batch[S], sequence: S) -> None:
         """Fetch a prompt's blocks and let the sequence run."""
@@ -387,6 +391,9 @@ class BatchEngine(Generic[S]):
                     sink(error)
             else:
                 self._fail(batch, sequence, error)
+
+    def _on_pulled(self, ticket_id: str) -> bool:
+        return self._parts is not None and self._parts.handoff.on_pulled(ticket_id)
 
     def _free(self, blocks: Sequence[int]) -> None:
         if self._parts is not None:

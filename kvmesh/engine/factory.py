@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from kvmesh.clock import Clock
 from kvmesh.engine.base import AsyncEngine
 from kvmesh.engine.sim.config import SimConfig
+from kvmesh.engine.torch.config import TorchConfig
 from kvmesh.engine.vllm.settings import Seat, VllmConfig
 from kvmesh.errors import InvalidRequestError
 
-NAMES = ("sim", "vllm")
+NAMES = ("sim", "torch", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class EngineConfig:
 
     name: str = field(default="sim", metadata={"help": "Engine to run.", "choices": NAMES})
     sim: SimConfig = field(default_factory=SimConfig)
+    torch: TorchConfig = field(default_factory=TorchConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -27,7 +29,7 @@ def create(config: EngineConfig, seat: Seat, *, clock: Clock, rng: random.Random
     Raises `InvalidRequestError` for an unknown name.
     """
     if config.name == "sim":
-        from kvmesh.engine.sim.engine import SimEngine  # noqa: PLC0415 - as the others
+        from kvmesh.engine.sim.engine import SimEngine
 
         return SimEngine(
             config.sim,
@@ -37,8 +39,12 @@ def create(config: EngineConfig, seat: Seat, *, clock: Clock, rng: random.Random
             clock=clock,
             rng=rng,
         )
+    if config.name == "torch":
+        from kvmesh.engine import torch
+
+        return torch.create(config.torch, seat, clock=clock, rng=rng)
     if config.name == "vllm":
-        from kvmesh.engine import vllm  # noqa: PLC0415 - loads what the base install may lack
+        from kvmesh.engine import vllm
 
         return vllm.create(config.vllm, seat, clock)
     raise InvalidRequestError(

@@ -1,6 +1,6 @@
 """The life of one process: start, serve, and a drain in order.
 
-    configure -> telemetry -> discovery -> the role's own app (an engine loads here)
+    configure -> engine -> telemetry -> discovery -> the role's own app
       -> gRPC server -> register -> ready ... signal
       -> leave routing -> NOT_SERVING -> refuse new -> let running end -> close all
 
@@ -15,7 +15,7 @@ import random
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -63,14 +63,20 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
-    """What a role's app gets: who it is, and what it shares with the rest."""
+class Life:
+    """One start of one process: what is settled before anything of it runs."""
 
     id: str
     role: Role
     epoch: str
     clock: Clock
     rng: random.Random
+
+
+@dataclass(frozen=True, slots=True)
+class Process(Life):
+    """What a role's app gets: who it is, and what it shares with the rest."""
+
     telemetry: Telemetry
     discovery: Discovery
     gate: Gate
@@ -110,45 +116,58 @@ class Service:
 
 App = Callable[[ConfigT, Process], AbstractAsyncContextManager[Service]]
 
+Prepare = Callable[[ConfigT, Life], AbstractAsyncContextManager[object]]
+"""What has to run before telemetry and gRPC do, because it may fork: an engine."""
 
-def main(role: Role, config_type: type[ConfigT], app: App[ConfigT]) -> int:
+
+@contextlib.asynccontextmanager
+async def nothing(_config: object, _life: Life) -> AsyncIterator[None]:
+    """Prepare nothing."""
+    yield
+
+
+def main(
+    role: Role,
+    config_type: type[ConfigT],
+    app: App[ConfigT],
+    prepare: Prepare[ConfigT] = nothing,
+) -> int:
     """Run a role's process to its end; returns its exit code."""
     config = load_or_exit(
         config_type, prog=f"kvmesh serve {role}", description=f"One {role} process of a kvmesh."
     )
     seen = config.telemetry
+    epoch, clock, rng = uuid.uuid4().hex, SystemClock(), random.Random()
+    life = Life(_member_id(role, config.rpc, epoch), role, epoch, clock, rng)
     try:
         with log_to(sys.stderr, role=role, level=seen.log_level, json_lines=seen.log_json):
-            return uvloop.run(_run(role, config, app, environment()))
+            return uvloop.run(_run(config, life, app, prepare))
     except MeshError as error:
         print(f"kvmesh {role}: {error.message}", file=sys.stderr)  # noqa: T201
         return EXIT_FAILED
 
 
-async def _run(role: Role, config: ConfigT, app: App[ConfigT], environ: Mapping[str, str]) -> int:
-    epoch, clock, rng = uuid.uuid4().hex, SystemClock(), random.Random()
-    stop = _on_signals()
+async def _run(config: ConfigT, life: Life, app: App[ConfigT], prepare: Prepare[ConfigT]) -> int:
+    stop = _Stop()
     async with AsyncExitStack() as stack:
-        seen = await stack.enter_async_context(telemetry(config.telemetry, role, epoch, environ))
-        discovery = await stack.enter_async_context(create(config.discovery, clock, rng))
-        process = Process(
-            _member_id(role, config.rpc, epoch),
-            role,
-            epoch,
-            clock,
-            rng,
-            seen,
-            discovery,
-            Gate(),
-            environ,
-        )
-        starting = asyncio.create_task(stack.enter_async_context(app(config, process)))
-        _show_gate(process)
-        service = await _or_stopped(starting, stop)
-        if service is None:
+        with stop.may_interrupt():
+            await stack.enter_async_context(prepare(config, life))
+            process = await _process(config, life, stack)
+            service = await stack.enter_async_context(app(config, process))
+            server = await stack.enter_async_context(serve(config.rpc, service.registrations))
+        if stop.asked.is_set():
             return 0
-        server = await stack.enter_async_context(serve(config.rpc, dict(service.registrations)))
-        return await _serve(config.rpc, process, service, server, stop)
+        return await _serve(config.rpc, process, service, server, stop.asked)
+
+
+async def _process(config: ConfigT, life: Life, stack: AsyncExitStack) -> Process:
+    environ, gate = environment(), Gate()
+    seen = await stack.enter_async_context(
+        telemetry(config.telemetry, life.role, life.epoch, environ)
+    )
+    seen.meter.counter_from("kvmesh_taken", "requests taken in", lambda: gate.entered)
+    found = await stack.enter_async_context(create(config.discovery, life.clock, life.rng))
+    return Process(life.id, life.role, life.epoch, life.clock, life.rng, seen, found, gate, environ)
 
 
 async def _serve(
@@ -177,42 +196,40 @@ async def _serve(
     return 0 if finished and failure is None else EXIT_FAILED
 
 
-def _show_gate(process: Process) -> None:
-    gate, meter = process.gate, process.telemetry.meter
-    meter.counter_from("kvmesh_taken", "requests taken in", lambda: gate.entered)
-    meter.gauge("kvmesh_running", "requests running now", lambda: gate.running)
-
-
 def _member_id(role: Role, rpc: RpcConfig, epoch: str) -> str:
     """Return an id that a restart on the same port keeps; a free port has no past."""
     place = f"{rpc.reachable_host}-{rpc.port}" if rpc.port else epoch[:8]
     return f"{role}-{place}"
 
 
-def _on_signals() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second one exits."""
-    stop = asyncio.Event()
+class _Stop:
+    """What the first SIGTERM or SIGINT asks for; the second one exits at once."""
 
-    def stopping() -> None:
-        if stop.is_set():
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._starting: asyncio.Task[object] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+
+    @contextlib.contextmanager
+    def may_interrupt(self) -> Iterator[None]:
+        """Leave the block early when asked to stop; `asked` is set then."""
+        self._starting = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.asked.is_set() or self._starting is None:
+                raise
+            self._starting.uncancel()
+        finally:
+            self._starting = None
+
+    def _signalled(self) -> None:
+        if self.asked.is_set():
             os._exit(EXIT_AT_ONCE)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping)
-    return stop
-
-
-async def _or_stopped(work: asyncio.Task[Service], stop: asyncio.Event) -> Service | None:
-    """Return what `work` returns; None, with it cancelled, if the stop comes before."""
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({work, stopped}, return_when="FIRST_COMPLETED")
-    stopped.cancel()
-    if work.done():
-        return work.result()
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    return None
+        self.asked.set()
+        if self._starting is not None:
+            self._starting.cancel()
 
 
 async def _failure(

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvmesh.config import ConfigError
 from kvmesh.engine.base import AsyncEngine, EngineInfo, KvEventSource, PrefillEngine
@@ -13,11 +14,11 @@ from kvmesh.engine.factory import EngineConfig, create
 from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import OverloadedError
 from kvmesh.host.config import ModelConfig
-from kvmesh.host.process import Process, Service
+from kvmesh.host.process import Config, Life, Process, Service, main
 from kvmesh.rpc.server import Register
 from kvmesh.rpc.serving import Identity
 from kvmesh.telemetry import Meter
-from kvmesh.types import CacheSnapshot, KvEvent, Load, WorkerEvent
+from kvmesh.types import CacheSnapshot, KvEvent, Load, Role, WorkerEvent
 from kvmesh.v1 import worker_pb2, worker_pb2_grpc
 from kvmesh.wire import check_revision, event_to_proto
 
@@ -42,7 +43,7 @@ MAX_PENDING_EVENTS = 65_536
 """Events waiting for a watcher that does not read, before it is cut off."""
 
 
-class WorkerConfig(Protocol):
+class WorkerConfig(Config, Protocol):
     """What the configuration of a worker's role has."""
 
     @property
@@ -56,37 +57,65 @@ class WorkerConfig(Protocol):
         ...
 
 
+ConfigT = TypeVar("ConfigT", bound=WorkerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A started engine, and what it says of itself."""
+
+    engine: AsyncEngine
+    info: EngineInfo
+
+
+WorkerApp = Callable[[Process, Running], Service]
+"""Puts a worker's service together around its engine."""
+
+
+def worker_main(role: Role, config_type: type[ConfigT], app: WorkerApp) -> int:
+    """Run a worker's process to its end; returns its exit code. The engine starts first."""
+    started: list[Running] = []
+
+    @contextlib.asynccontextmanager
+    async def prepare(config: ConfigT, life: Life) -> AsyncIterator[None]:
+        async with running_engine(config, life) as running:
+            started.append(running)
+            yield
+
+    @contextlib.asynccontextmanager
+    async def complete(_config: ConfigT, process: Process) -> AsyncIterator[Service]:
+        yield app(process, started[0])
+
+    return main(role, config_type, complete, prepare)
+
+
 @contextlib.asynccontextmanager
-async def running_engine(
-    config: WorkerConfig, process: Process
-) -> AsyncIterator[tuple[AsyncEngine, EngineInfo]]:
-    """Yield the configured engine once it is ready, and what it says of itself.
+async def running_engine(config: WorkerConfig, life: Life) -> AsyncIterator[Running]:
+    """Yield the configured engine once it is ready.
 
     Raises `ConfigError` without a model folder, `EngineError` when it does not load.
     """
     if config.model.path is None:
         raise ConfigError("model.path: required, set --model-path or KVMESH_MODEL_PATH")
-    seat = Seat(
-        process.id, process.epoch, process.role, config.model.path, config.model.served_name
-    )
-    engine = create(config.engine, seat, clock=process.clock, rng=process.rng)
+    seat = Seat(life.id, life.epoch, life.role, config.model.path, config.model.served_name)
+    engine = create(config.engine, seat, clock=life.clock, rng=life.rng)
     try:
-        info = await engine.start()
-        _show_load(engine, process.telemetry.meter)
-        yield engine, info
+        yield Running(engine, await engine.start())
     finally:
         await engine.aclose()
 
 
 def worker_service(
-    engine: AsyncEngine, info: EngineInfo, process: Process, registrations: Mapping[str, Register]
+    process: Process, running: Running, registrations: Mapping[str, Register]
 ) -> Service:
     """Return a worker's service: the role's own registrations and `WorkerService`."""
+    engine = running.engine
+    _show_load(engine, process.telemetry.meter)
     servicer = WorkerServicer(engine, process.identity)
     register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
     return Service(
         {**registrations, "kvmesh.v1.WorkerService": register},
-        _details(info),
+        _details(running.info),
         failed=partial(engine_failed, engine),
         settled=partial(tickets_settled, engine),
     )

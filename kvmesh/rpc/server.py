@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,7 +69,7 @@ class MeshServer:
 
 
 @asynccontextmanager
-async def serve(config: RpcConfig, services: dict[str, Register]) -> AsyncIterator[MeshServer]:
+async def serve(config: RpcConfig, services: Mapping[str, Register]) -> AsyncIterator[MeshServer]:
     """Yield a started server of `services` (full name -> registration).
 
     Health and reflection are added. Raises `UnavailableError` when the port is taken.

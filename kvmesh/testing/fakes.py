@@ -47,6 +47,7 @@ class Fake:
         self.live = 0
         self.cancelled: list[str] = []
         self.refuses: MeshError | None = None
+        self.ignores_deadlines = False
         self._process: Process | None = None
 
     @asynccontextmanager
@@ -82,7 +83,7 @@ class Fake:
             start,
             identity=process.identity,
             gate=process.gate,
-            clock=process.clock,
+            clock=_Backwards() if self.ignores_deadlines else process.clock,
             feed=feed,
         )
 
@@ -97,6 +98,20 @@ class Fake:
             raise
         finally:
             self.live -= 1
+
+
+class _Backwards:
+    """A clock on which every deadline is a long way off, and moves away."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now -= 1e6
+        return self._now
+
+    def wall(self) -> float:
+        return 0.0
 
 
 class FakeRouter(Fake):

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from kvmesh.clock import Clock, SystemClock
 from kvmesh.discovery.base import Registration
 from kvmesh.host.process import App, Process, Service
+from kvmesh.host.worker import WorkerApp, WorkerConfig, running_engine
 from kvmesh.rpc.config import RpcConfig
 from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.server import MeshServer, serve
@@ -103,6 +104,17 @@ class Mesh:
         """Stop every node, the newest first."""
         while self.nodes:
             await self.nodes.pop().stop()
+
+
+def worker(app: WorkerApp) -> App[Any]:
+    """Return a worker's app with its engine in it, as the other roles' apps are."""
+
+    @asynccontextmanager
+    async def whole(config: WorkerConfig, process: Process) -> AsyncIterator[Service]:
+        async with running_engine(config, process) as running:
+            yield app(process, running)
+
+    return whole
 
 
 @asynccontextmanager

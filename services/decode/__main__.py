@@ -1,9 +1,9 @@
 """Runs one decode process."""
 
-from kvmesh.host.process import main
+from kvmesh.host.worker import worker_main
 from kvmesh.types import Role
 from services.decode.app import app
 from services.decode.config import DecodeConfig
 
 if __name__ == "__main__":
-    raise SystemExit(main(Role.DECODE, DecodeConfig, app))
+    raise SystemExit(worker_main(Role.DECODE, DecodeConfig, app))

@@ -30,7 +30,7 @@ from kvmesh.errors import (
 )
 from kvmesh.kv.blocks import block_hashes
 from kvmesh.testing.engine import EngineRig, Pair, Started
-from kvmesh.testing.rigs import RIGS
+from kvmesh.testing.rigs import RIGS, SLOW
 from kvmesh.types import (
     BlocksCleared,
     BlocksRemoved,
@@ -49,7 +49,7 @@ _ids = itertools.count()
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[pytest.param(name, marks=() if name == "sim" else pytest.mark.slow) for name in RIGS],
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RIGS],
 )
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[EngineRig]:
     async with RIGS[request.param]() as opened:

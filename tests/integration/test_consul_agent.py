@@ -182,8 +182,20 @@ async def test_an_older_life_that_still_runs_gives_way_and_comes_back(
         async with discovery.register(newer):
             await watch.until(newer)
             await older.set_state(State.DRAINING)
-            await watch.until(newer)
+            assert await epoch(shared_agent) == "e2"
         await watch.until(replace(MEMBER, state=State.DRAINING))
+
+
+async def test_an_older_life_that_leaves_late_takes_nobody_with_it(
+    shared_agent: ConsulAgent,
+) -> None:
+    config = settings(shared_agent.address)
+    async with opened(config) as (discovery, _), AsyncExitStack() as older:
+        await older.enter_async_context(discovery.register(MEMBER))
+        async with discovery.register(replace(MEMBER, epoch="e2")):
+            await older.aclose()
+            assert await epoch(shared_agent) == "e2"
+    assert await epoch(shared_agent) is None
 
 
 async def test_maintenance_mode_drains_a_member(shared_agent: ConsulAgent) -> None:
@@ -296,6 +308,12 @@ async def passing(
     """Return the ids that Consul itself would route to."""
     found = await agent.get(f"/v1/health/service/{service_name(config, role)}?passing=1")
     return [instance["Service"]["ID"] for instance in found]
+
+
+async def epoch(agent: ConsulAgent) -> str | None:
+    """Return the epoch that the agent holds for our member right now."""
+    services = await agent.get("/v1/agent/services")
+    return services[MEMBER.id]["Meta"]["epoch"] if MEMBER.id in services else None
 
 
 async def eventually(

@@ -380,10 +380,14 @@ async def test_tickets_of_many_refused_requests_all_come_back(apart: FakeMesh) -
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("deaf", [False, True])
 async def test_deadline_ends_the_request_wherever_it_is(
-    stage: Callable[[FakeMesh], Callable[[], bool]],
+    stage: Callable[[FakeMesh], Callable[[], bool]], deaf: bool
 ) -> None:
+    """The frontend sees to it, even if the others don't."""
     async with fake_mesh(app, config(request_seconds=0.3), remote=True) as mesh:
+        for fake in (mesh.tokenizer, mesh.router, mesh.prefill, mesh.decode):
+            fake.ignores_deadlines = deaf
         stage(mesh)
         response = await ask(mesh)
         assert response.status_code == 504

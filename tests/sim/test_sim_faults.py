@@ -9,10 +9,10 @@ import pytest
 
 from kvmesh.clock import SystemClock
 from kvmesh.engine.base import EngineRequest, Step
+from kvmesh.engine.handoff import unpack
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.engine import SimEngine
 from kvmesh.engine.sim.faults import Faults
-from kvmesh.engine.sim.handoff import unpack
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import expected
 from kvmesh.errors import EngineError, OverloadedError, TicketError, TransferError

@@ -192,7 +192,7 @@ async def test_ids_of_any_form_make_file_names(tmp_path: Path) -> None:
 
 
 async def test_an_owner_who_publishes_all_the_time_is_never_taken_for_dead(tmp_path: Path) -> None:
-    states = [State.READY, State.DRAINING] * 300
+    states = [State.READY, State.DRAINING] * 100
 
     async def publish() -> None:
         async with LocalDiscovery(tmp_path, SystemClock()).register(MEMBER) as registration:

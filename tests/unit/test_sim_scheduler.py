@@ -1,16 +1,17 @@
 """Batching and preemption step by step, without an engine around them."""
 
-import random
 from dataclasses import replace
 
 import pytest
 
 from kvmesh.engine.base import EngineRequest
+from kvmesh.engine.batch import Batch
+from kvmesh.engine.sequence import Kind, Phase
+from kvmesh.engine.sim.compute import Computer, Outcome
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import KvMemory, expected
-from kvmesh.engine.sim.scheduler import Scheduler
-from kvmesh.engine.sim.sequence import Kind, Phase, SimSequence, build
+from kvmesh.engine.sim.sequence import SimSequence
 from kvmesh.kv.pool import BlockPool
 from kvmesh.types import Sampling
 
@@ -18,16 +19,26 @@ CONFIG = SimConfig(block_size=4, total_blocks=16, latency=Latency(speed=1))
 MODEL = CONFIG.model("m")
 
 
-def scheduler(config: SimConfig) -> Scheduler:
-    memory = KvMemory(memoryview(bytearray(config.pool_layout.size)), config.block_size)
-    return Scheduler(config, MODEL, memory, BlockPool(config.total_blocks), salt="m")
+class Line(Batch[SimSequence]):
+    """A batch and what computes its steps."""
+
+    def __init__(self, config: SimConfig) -> None:
+        super().__init__(
+            BlockPool(config.total_blocks),
+            block_size=config.block_size,
+            max_batch=config.max_batch,
+            salt="m",
+        )
+        memory = KvMemory(memoryview(bytearray(config.pool_layout.size)), config.block_size)
+        self._computer = Computer(MODEL, memory, config.max_batch_tokens)
+
+    def step(self) -> Outcome:
+        return self._computer.step(self)
 
 
 def sequence(prompt: list[int], max_tokens: int, priority: int = 0) -> SimSequence:
     request = EngineRequest(str(prompt), prompt, Sampling(max_tokens), priority=priority)
-    return build(
-        CONFIG, request, Kind.GENERATE, ticket=None, sink=lambda _: None, rng=random.Random(0)
-    )
+    return SimSequence(request, Kind.GENERATE, None, lambda _: None, CONFIG.limits)
 
 
 def completion(one: SimSequence) -> list[int]:
@@ -35,7 +46,7 @@ def completion(one: SimSequence) -> list[int]:
 
 
 def test_the_last_in_line_that_still_runs_is_preempted() -> None:
-    line = scheduler(replace(CONFIG, total_blocks=3))
+    line = Line(replace(CONFIG, total_blocks=3))
     ending, middle, first = sequence([1, 2], 3, 2), sequence([3] * 3, 9, 1), sequence([4] * 3, 9)
     for each in (ending, middle, first):
         line.add(each)
@@ -54,7 +65,7 @@ def test_the_last_in_line_that_still_runs_is_preempted() -> None:
 
 
 def test_a_step_computes_no_more_than_its_budget() -> None:
-    line = scheduler(replace(CONFIG, max_batch_tokens=5))
+    line = Line(replace(CONFIG, max_batch_tokens=5))
     one, two = sequence([1] * 12, 2), sequence([2] * 3, 2)
     line.add(one)
     line.add(two)
@@ -65,7 +76,7 @@ def test_a_step_computes_no_more_than_its_budget() -> None:
 
 
 def test_a_step_tells_what_it_did() -> None:
-    line = scheduler(CONFIG)
+    line = Line(CONFIG)
     for number in (1, 2):
         line.add(sequence([number] * 5, 3))
     line.admit()
@@ -75,7 +86,7 @@ def test_a_step_tells_what_it_did() -> None:
 
 
 def test_the_batch_is_bounded() -> None:
-    line = scheduler(replace(CONFIG, max_batch=2))
+    line = Line(replace(CONFIG, max_batch=2))
     for number in range(4):
         line.add(sequence([number], 2))
     line.admit()
@@ -84,15 +95,13 @@ def test_the_batch_is_bounded() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_removing_frees(steps: int) -> None:
-    pool = BlockPool(16)
-    memory = KvMemory(memoryview(bytearray(CONFIG.pool_layout.size)), 4)
-    line = Scheduler(CONFIG, MODEL, memory, pool, salt="m")
+    line = Line(CONFIG)
     one = sequence([1] * 9, 9)
     line.add(one)
     for _ in range(steps):
         line.admit()
         line.step()
-    assert bool(pool.used) == bool(steps)
+    assert bool(line.pool.used) == bool(steps)
     line.remove(one)
-    assert pool.used == 0
+    assert line.pool.used == 0
     assert [line.waiting, line.prompts, line.running] == [[], [], []]

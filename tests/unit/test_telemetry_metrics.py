@@ -1,11 +1,13 @@
 """Instruments, as Prometheus reads them."""
 
+import contextlib
 import threading
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvmesh.telemetry import DURATION_BUCKETS, Telemetry, quiet_telemetry
+from kvmesh.telemetry import DURATION_BUCKETS, Telemetry, exposition, quiet_telemetry
 from kvmesh.telemetry.metrics import MAX_LABEL_SETS
 
 
@@ -114,6 +116,26 @@ def test_counters_are_exact_from_many_threads(telemetry: Telemetry) -> None:
     while any(thread.is_alive() for thread in threads):
         telemetry.render()
     assert samples(telemetry)["kvmesh_requests_total", "x"] == 8_000
+
+
+def test_scrapes_come_one_after_the_other(
+    telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, overlaps = threading.Barrier(2), []
+
+    def meet(_registry: CollectorRegistry) -> bytes:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+            overlaps.append(1)
+        return b""
+
+    monkeypatch.setattr(exposition, "generate_latest", meet)
+    threads = [threading.Thread(target=telemetry.render) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == []
 
 
 def test_the_process_itself_is_measured(telemetry: Telemetry) -> None:

@@ -124,7 +124,9 @@ def test_a_failure_is_recorded_by_its_reason(
     assert "the prompt" not in done.to_json()
 
 
-def test_a_span_ends_once(tracer: Tracer, spans: InMemorySpanExporter) -> None:
+def test_a_span_ends_once(
+    tracer: Tracer, spans: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
+) -> None:
     with tracer.span("decode") as span:
         span.end(TicketError("late"))
         span.end()
@@ -133,6 +135,7 @@ def test_a_span_ends_once(tracer: Tracer, spans: InMemorySpanExporter) -> None:
     (done,) = spans.get_finished_spans()
     assert done.status.status_code is StatusCode.ERROR
     assert done.attributes == {"error.type": "TICKET_REFUSED"}
+    assert caplog.records == []
 
 
 def test_without_an_exporter_the_context_passes_through() -> None:
@@ -177,8 +180,8 @@ async def test_a_span_in_a_generator_may_be_closed_by_another_task(
         assert await anext(items) == 1
 
     items = stream()
+    await asyncio.create_task(first(items))
     with tracer.span("own") as own:
-        await asyncio.create_task(first(items))
         await items.aclose()
         assert current_span() is own
     assert [span.name for span in spans.get_finished_spans()] == ["stream", "own"]

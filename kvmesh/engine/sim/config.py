@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
+from kvmesh.engine.sequence import Limits
 from kvmesh.engine.sim.faults import Faults
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import WORD, SimModel, origin
@@ -71,6 +72,16 @@ class SimConfig:
     def longest(self) -> int:
         """Most tokens that one sequence can have: the context, or all of the pool."""
         return min(self.context_length, self.block_size * self.total_blocks)
+
+    @property
+    def limits(self) -> Limits:
+        """What bounds every sequence."""
+        return Limits(
+            vocab_size=self.vocab_size,
+            longest=self.longest,
+            eos_token_ids=frozenset((self.eos_token_id,)),
+            choices=self.vocab_size - self.sample_from,
+        )
 
     @property
     def pool_layout(self) -> PoolLayout:

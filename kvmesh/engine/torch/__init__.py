@@ -11,7 +11,7 @@ from kvmesh.engine.torch.config import NAME, TorchConfig
 from kvmesh.engine.torch.sequence import TorchSequence
 from kvmesh.engine.vllm.settings import Seat
 
-__all__ = ["NAME", "TorchConfig", "create"]
+__all__ = ["NAME", "TorchConfig", "TorchSequence", "create"]
 
 
 def create(

@@ -21,7 +21,7 @@ class KvShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's KV."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
     def layout(self, megabytes: int, block_size: int) -> PoolLayout:
         """Return the pool that fits: at least one block."""
@@ -39,9 +39,7 @@ class KvMemory:
 
     def __init__(self, memory: memoryview, layout: PoolLayout, shape: KvShape, device: Any) -> None:
         words = torch.frombuffer(memory, dtype=torch.uint8).view(shape.dtype)
-        host = words.view(
-            layout.total_blocks, shape.layers, 2, -1, shape.kv_heads, shape.head_dim
-        )
+        host = words.view(layout.total_blocks, shape.layers, 2, -1, shape.kv_heads, shape.head_dim)
         self._host = None if device.type == "cpu" else host
         self.kv = host if device.type == "cpu" else torch.zeros_like(host, device=device)
 

@@ -50,7 +50,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
     ) -> None:
         if role == KVConnectorRole.SCHEDULER:
             super().__init__(vllm_config, role, kv_cache_config)
-            _die_with(vllm_config.kv_transfer_config.kv_connector_extra_config.get(OWNER_KEY))
+            _obey_only(vllm_config.kv_transfer_config.kv_connector_extra_config.get(OWNER_KEY))
         else:
             with _gentle_on_cpu():
                 super().__init__(vllm_config, role, kv_cache_config)
@@ -120,10 +120,14 @@ class WorkerExtension:
         }
 
 
-def _die_with(owner: int | None) -> None:
-    """Have the kernel kill this process when the thread that made it is gone."""
+def _obey_only(owner: int | None) -> None:
+    """End when the worker says so or is gone, not when Ctrl-C reaches the whole group.
+
+    The kernel kills this process when the thread that made it ends.
+    """
     if owner is None:
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -100,6 +100,7 @@ class VllmEngine:
                     first.extend(output.outputs[0].token_ids)
         except asyncio.CancelledError:
             # vLLM may have finished it already, and then holds blocks that nobody knows of.
+            self._own(self._free(request.request_id))
             raise
         if output is None:
             raise EngineError("vLLM gave no answer to a prefill")

@@ -150,15 +150,11 @@ class KvEventReader:
             return  # the replay had it
         if sequence > self._expected:
             await self._replay(context, decode)
-            if sequence < self._expected:
-                return
-            logger.warning("KV events lost beyond replay; the prefix cache is told anew")
-            self._mirror.clear()
-        self._expected = sequence + 1
-        self._mirror.apply(decode(payload)[1])
+        if sequence >= self._expected:
+            self._advance(sequence, decode, payload)
 
     async def _replay(self, context: Any, decode: Callable[[bytes], Any]) -> None:
-        """Take in what the publisher still has from the expected batch on, without holes."""
+        """Take in what the publisher still has, from the expected batch on."""
         from zmq.constants import SocketType
 
         socket = context.socket(SocketType.DEALER)  # one request, many replies
@@ -171,10 +167,16 @@ class KvEventReader:
                     sequence = int.from_bytes(frames[-2], "big", signed=True)
                     if sequence == _END_OF_REPLAY:
                         return
-                    if sequence == self._expected:
-                        self._expected += 1
-                        self._mirror.apply(decode(frames[-1])[1])
+                    if sequence >= self._expected:
+                        self._advance(sequence, decode, frames[-1])
         except TimeoutError:
             logger.warning("vLLM did not replay its KV events in time")
         finally:
             socket.close(linger=0)
+
+    def _advance(self, sequence: int, decode: Callable[[bytes], Any], payload: bytes) -> None:
+        if sequence > self._expected:
+            logger.warning("KV events were lost; the prefix cache is told anew from here on")
+            self._mirror.clear()
+        self._expected = sequence + 1
+        self._mirror.apply(decode(payload)[1])
