@@ -3,7 +3,6 @@
 import asyncio
 import random
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -11,6 +10,23 @@ from kvmesh import models
 from kvmesh.cli.checking import check_overrides
 from kvmesh.cli.console import CommandError, StateDir, subcommand
 from kvmesh.cli.models import TINY, prepare
+from kvmesh.cli.options import (
+    ConsulAddress,
+    DecodeCount,
+    Detach,
+    DiscoveryOption,
+    EngineOption,
+    FrontendCount,
+    GrpcPort,
+    HttpPort,
+    ModelOption,
+    PrefillCount,
+    RouterCount,
+    Sample,
+    Settings,
+    StartTimeout,
+    TokenizerCount,
+)
 from kvmesh.cli.plan import DiscoveryChoice, Engine, Layout, Served, plan
 from kvmesh.cli.session import Session, run
 from kvmesh.cli.settings import own_config, parse_overrides
@@ -22,75 +38,25 @@ from kvmesh.types import Role
 
 app = subcommand()
 
-_PROCESSES = "How many processes"
-_NETWORK = "Network"
-
-
-def _count(role: Role, least: int = 1) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(
-        f"--{role}", help=f"{role.capitalize()} processes.", min=least, max=64,
-        rich_help_panel=_PROCESSES,
-    )  # fmt: skip
-    return option
-
 
 @app.command("up")
 def up(  # noqa: PLR0913 - a command's options
     *,
-    engine: Annotated[Engine, typer.Option(help="What computes the tokens.")] = Engine.VLLM,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder in Hugging Face layout, or a name that can be fetched.",
-            show_default=f"{models.SMOLLM2}; sim: a tiny one",
-        ),
-    ] = "",
-    prefill: Annotated[int, _count(Role.PREFILL, 0)] = 1,
-    decode: Annotated[int, _count(Role.DECODE)] = 1,
-    router: Annotated[int, _count(Role.ROUTER)] = 1,
-    tokenizer: Annotated[int, _count(Role.TOKENIZER)] = 1,
-    frontend: Annotated[int, _count(Role.FRONTEND)] = 1,
-    http_port: Annotated[
-        int,
-        typer.Option(
-            help="REST port; further frontends count up.",
-            min=1,
-            max=65535,
-            rich_help_panel=_NETWORK,
-        ),
-    ] = 8000,
-    grpc_port: Annotated[
-        int,
-        typer.Option(
-            help="gRPC port; further frontends count up.",
-            min=1,
-            max=65535,
-            rich_help_panel=_NETWORK,
-        ),
-    ] = 9000,
-    discovery: Annotated[
-        DiscoveryChoice,
-        typer.Option(help="How the processes find each other.", rich_help_panel=_NETWORK),
-    ] = DiscoveryChoice.LOCAL,
-    consul_addr: Annotated[
-        str, typer.Option(help="HTTP address of the Consul agent.", rich_help_panel=_NETWORK)
-    ] = "127.0.0.1:8500",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="[ROLE:]KEY=VALUE",
-            help="Set anything else, e.g. rpc.drain_seconds=60 or "
-            "decode:telemetry.log_level=debug. Repeatable.",
-        ),
-    ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Leave the cluster running and return.")
-    ] = False,
-    chat: Annotated[bool, typer.Option(help="Ask for a sample answer when it is up.")] = True,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that starting may take.", min=1.0)
-    ] = 900.0,
+    engine: EngineOption = Engine.VLLM,
+    model: ModelOption = "",
+    prefill: PrefillCount = 1,
+    decode: DecodeCount = 1,
+    router: RouterCount = 1,
+    tokenizer: TokenizerCount = 1,
+    frontend: FrontendCount = 1,
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 9000,
+    discovery: DiscoveryOption = DiscoveryChoice.LOCAL,
+    consul_addr: ConsulAddress = "127.0.0.1:8500",
+    settings: Settings = None,
+    detach: Detach = False,
+    sample: Sample = True,
+    timeout: StartTimeout = 900.0,
     state_dir: StateDir,
 ) -> None:
     """Start a local cluster, wait until it answers, and show how to use it.
@@ -129,7 +95,7 @@ def up(  # noqa: PLR0913 - a command's options
             drain_seconds=own.rpc.drain_seconds,
         )
         session = Session(
-            state, cluster, own, SystemClock(), random.Random(), timeout=timeout, sample=chat
+            state, cluster, own, SystemClock(), random.Random(), timeout=timeout, sample=sample
         )
         raise typer.Exit(asyncio.run(run(session, planned, overrides, detach=detach)))
 

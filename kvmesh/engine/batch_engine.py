@@ -23,7 +23,7 @@ from kvmesh.errors import (
     OverloadedError,
     TransferError,
 )
-from kvmesh.kv.base import KvTransport, OnPulled
+from kvmesh.kv.base import KvTransport, OnPulled, StillWritingError
 from kvmesh.kv.pool import BlockPool
 from kvmesh.types import KvEvent, KvTicket, Load
 
@@ -366,7 +366,12 @@ class BatchEngine(Generic[S]):
         assert ticket is not None  # only sequences with one are pulled for
         skip = sequence.computed // batch.block_size
         blocks = sequence.blocks[skip : -(-sequence.prompt_length // batch.block_size)]
-        await parts.handoff.pull(parts.transport, ticket, blocks, skip)
+        try:
+            await parts.handoff.pull(parts.transport, ticket, blocks, skip)
+        except StillWritingError as error:
+            kept, sequence.blocks = sequence.blocks, []
+            error.settled.add_done_callback(lambda _: self._free(kept))
+            raise
         if sequence.sink is None:
             batch.remove(sequence)
             return

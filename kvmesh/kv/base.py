@@ -3,9 +3,12 @@
 One suite, `tests/contract/test_kv_transport.py`, runs on every implementation.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from kvmesh.errors import TransferError
 
 OnPulled = Callable[[str], bool]
 """Called in the holder's event loop when a peer has copied a ticket's blocks.
@@ -34,6 +37,18 @@ class Pulled:
 
     byte_count: int
     seconds: float
+
+
+class StillWritingError(TransferError):
+    """A pull that ended before its transfer did: the blocks can't be used again yet.
+
+    `settled` is done, with no result, when nothing writes to them any more: the peer went
+    on, is known to be gone, or the transport was closed.
+    """
+
+    def __init__(self, message: str, settled: asyncio.Future[None]) -> None:
+        super().__init__(message)
+        self.settled = settled
 
 
 class KvTransport(Protocol):
@@ -68,7 +83,9 @@ class KvTransport(Protocol):
         the ticket, `TransferError` when blocks could not be moved within `timeout` seconds;
         what is in `local_blocks` then is void. No blocks is a pull too: it ends the ticket.
 
-        However it ends, by cancellation too, nothing writes to `local_blocks` afterwards.
+        However it ends, by cancellation too, nothing writes to `local_blocks` afterwards, but
+        for one case: `StillWritingError`, raised a second after the time is up, or after a
+        cancellation in its place, while a peer neither sends nor fails. Keep the blocks then.
         """
         ...
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvmesh.clock import Clock
 from kvmesh.errors import InvalidRequestError
 from kvmesh.kv import local
 from kvmesh.kv.base import KvTransport, OnPulled, PoolLayout
 from kvmesh.kv.shared import SharedPool
 
-BACKENDS = (local.BACKEND,)
+BACKENDS = (local.BACKEND, "nixl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,19 @@ def open_host_pool(
         raise InvalidRequestError(f"unknown KV transport {backend!r}: choose one of {known}")
     pool = SharedPool(layout, epoch)
     try:
-        transport = local.LocalTransport(pool, clock, on_pulled)
+        if backend == local.BACKEND:
+            transport: KvTransport = local.LocalTransport(pool, clock, on_pulled)
+        else:
+            transport = _nixl(pool, clock, on_pulled)
     except BaseException:
         pool.close()
         raise
     return HostPool(pool.memory, transport)
+
+
+def _nixl(pool: SharedPool, clock: Clock, on_pulled: OnPulled) -> KvTransport:
+    from kvmesh.kv.nixl import NixlTransport
+    from kvmesh.kv.nixl_messages import Region
+
+    address = np.frombuffer(pool.memory, np.uint8).ctypes.data
+    return NixlTransport(Region(pool.layout, address), pool.epoch, clock, on_pulled, pool.close)

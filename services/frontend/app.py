@@ -42,5 +42,5 @@ async def app(config: FrontendConfig, process: Process) -> AsyncIterator[Service
                 servicer = InferenceServicer(
                     pipeline, fleet, metrics, process, config.limits.request_seconds
                 )
-                address = f"{config.rpc.advertise or config.http.host}:{port}"
+                address = f"{config.http.reachable_host(config.rpc.advertise)}:{port}"
                 yield Service({SERVICE_NAME: servicer.register}, {"http_address": address})

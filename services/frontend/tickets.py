@@ -24,6 +24,7 @@ class Tickets:
         self._fleet = fleet
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -34,11 +35,14 @@ class Tickets:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._closed = True
         await asyncio.gather(*self._tasks)
 
     def release(self, holder: Worker, ticket: KvTicket) -> None:
         """End a ticket's lease, in the background: the caller may go away at once."""
         self._metrics.orphans += 1
+        if self._closed:
+            return  # the process ends: the lease will
         task = asyncio.create_task(self._release(holder, ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -46,7 +46,12 @@ Opener = Callable[..., End]
 
 
 @pytest.fixture(params=BACKENDS)
-async def open_end(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def open_end(backend: str) -> AsyncIterator[Opener]:
     async with AsyncExitStack() as stack:
 
         def open_one(layout: PoolLayout = LAYOUT, epoch: str = "") -> End:
@@ -60,7 +65,7 @@ async def open_end(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
                 return held
 
             pool = open_host_pool(
-                request.param,
+                backend,
                 layout,
                 epoch=epoch or uuid.uuid4().hex,
                 clock=SystemClock(),
@@ -210,15 +215,18 @@ async def test_an_unknown_backend_names_the_known() -> None:
         )
 
 
-async def test_one_epoch_is_one_life(open_end: Opener) -> None:
-    epoch = uuid.uuid4().hex
-    open_end(epoch=epoch)
-    with pytest.raises(TransferError):
-        open_end(epoch=epoch)
-
-
 class TestLocalPeers:
     """The `local` transport with its holder in another process."""
+
+    @pytest.fixture
+    def backend(self) -> str:
+        return "local"
+
+    async def test_one_epoch_is_one_life(self, open_end: Opener) -> None:
+        epoch = uuid.uuid4().hex
+        open_end(epoch=epoch)
+        with pytest.raises(TransferError):
+            open_end(epoch=epoch)
 
     HOLDER = """
 import asyncio, sys

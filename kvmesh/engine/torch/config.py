@@ -17,9 +17,9 @@ class TorchConfig:
     """How one torch engine runs. Zero leaves a choice to the model or the machine."""
 
     block_size: int = field(default=16, metadata={"help": "Tokens per KV block.", "min": 1})
-    kv_cache_mb: int = field(
-        default=1024,
-        metadata={"help": "MiB of KV cache; memory is taken as it fills.", "min": 1},
+    kv_cache_mb: float = field(
+        default=1024.0,
+        metadata={"help": "MiB of KV cache; memory is taken as it fills.", "min": 0.001},
     )
     workspace_mb: int = field(
         default=1024,

@@ -8,6 +8,8 @@ import torch
 
 from kvmesh.kv.base import PoolLayout
 
+_MIB = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -23,10 +25,10 @@ class KvShape:
         """Bytes of one token's KV."""
         return self.layers * 2 * self.kv_heads * self.head_dim * int(self.dtype.itemsize)
 
-    def layout(self, megabytes: int, block_size: int) -> PoolLayout:
+    def layout(self, megabytes: float, block_size: int) -> PoolLayout:
         """Return the pool that fits: at least one block."""
         block_bytes = self.token_bytes * block_size
-        return PoolLayout(max(1, (megabytes << 20) // block_bytes), block_bytes)
+        return PoolLayout(max(1, int(megabytes * _MIB) // block_bytes), block_bytes)
 
 
 class KvMemory:

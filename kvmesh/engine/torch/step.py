@@ -53,7 +53,7 @@ def lay(spans: Sequence[Span], kv: Any, workspace: Workspace | None) -> Laid:
         spans=ordered,
         token_ids=torch.tensor([token_ids], device=device),
         positions=placed.unsqueeze(0),
-        picks=torch.tensor(picks, device=device),
+        picks=torch.tensor(picks, dtype=torch.long, device=device),
         attention=PagedAttention(
             kv, (torch.tensor(blocks, device=device), placed % size), groups, chunks
         ),

@@ -35,6 +35,7 @@ async def serve_http(app: Any, config: HttpConfig) -> AsyncIterator[int]:
             log_config=None,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,
             backlog=config.backlog,
             timeout_keep_alive=config.keep_alive_seconds,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
@@ -58,7 +59,7 @@ def _listen(config: HttpConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((config.host.strip("[]"), config.port))
     except OSError as error:
         listener.close()
         raise UnavailableError(

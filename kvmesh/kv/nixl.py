@@ -1,0 +1,130 @@
+"""KV transport over NIXL: one-sided reads of a peer's registered pool, on any host.
+
+One agent for each life, named by its epoch, so that a restarted peer is a new one. What
+`describe` returns is all that peers need; there is no server and no port of our own.
+
+After reading, the puller asks the holder whether the ticket was held until now: only a
+yes makes the copy valid.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvmesh.clock import Clock
+from kvmesh.errors import TicketError, TransferError
+from kvmesh.kv.base import OnPulled, Pulled, StillWritingError
+from kvmesh.kv.nixl_messages import Ask, Region, Site, parse_site
+from kvmesh.kv.nixl_thread import AgentThread, Job
+
+BACKEND = "nixl"
+
+_SETTLE_SECONDS = 1.0  # a piece of a pull takes far less, unless the holder stands still
+
+
+class NixlTransport:
+    """A `KvTransport` over registered memory. Made in a running loop, for up to half a second.
+
+    `on_closed` is called once nobody reads or writes the memory any more.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        epoch: str,
+        clock: Clock,
+        on_pulled: OnPulled,
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._region = region
+        self._clock = clock
+        self._on_pulled = on_pulled
+        self._on_closed = on_closed
+        self._closed = False
+        self._thread = AgentThread(f"kvmesh-{epoch}", region, clock, self._answer)
+        self._description = Site(epoch, region, self._thread.metadata).pack()
+
+    @property
+    def backend(self) -> str:
+        """`nixl`."""
+        return BACKEND
+
+    def describe(self) -> bytes:
+        """Return where this pool is: epoch, layout, address and the agent's metadata."""
+        self._thread.expect()
+        return self._description
+
+    async def pull(
+        self,
+        peer: bytes,
+        remote_blocks: Sequence[int],
+        local_blocks: Sequence[int],
+        *,
+        ticket_id: str,
+        timeout: float,
+    ) -> Pulled:
+        """Read blocks from a peer, as `KvTransport.pull` promises."""
+        started = self._clock.now()
+        if self._closed:
+            raise TransferError("the transport is closed")
+        site = parse_site(peer)
+        self._check(site, remote_blocks, local_blocks)
+        loop = asyncio.get_running_loop()
+        job = Job(
+            site,
+            np.array(remote_blocks, np.int32),
+            np.array(local_blocks, np.int32),
+            ticket_id,
+            loop.create_future(),
+            loop.create_future(),
+        )
+        self._thread.start(job)
+        try:
+            async with asyncio.timeout(timeout):
+                held = await job.outcome
+        except TimeoutError as error:
+            await self._abandon(job)
+            raise TransferError(f"the holder did not answer within {timeout:g} s") from error
+        except asyncio.CancelledError:
+            await self._abandon(job)
+            raise
+        if not held:
+            raise TicketError("the holder does not hold this ticket any more")
+        moved = len(local_blocks) * self._region.layout.block_bytes
+        return Pulled(moved, self._clock.now() - started)
+
+    async def aclose(self) -> None:
+        """End the agent, which stops answering peers, and let go of the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._thread.aclose()
+        self._on_closed()
+
+    def _check(self, site: Site, remote: Sequence[int], local: Sequence[int]) -> None:
+        ours, theirs = self._region.layout, site.region.layout
+        if len(remote) != len(local):
+            raise ValueError(f"{len(remote)} remote blocks for {len(local)} local ones")
+        if theirs.block_bytes != ours.block_bytes:
+            raise TicketError("the holder's blocks have another size")
+        if remote and not 0 <= min(remote) <= max(remote) < theirs.total_blocks:
+            raise TicketError("the ticket names blocks that its holder does not have")
+
+    async def _abandon(self, job: Job) -> None:
+        """Stop a pull. Raises `StillWritingError` when its read doesn't end soon."""
+        self._thread.abandon(job)
+        due = self._clock.now() + _SETTLE_SECONDS
+        while not job.settled.done() and (left := due - self._clock.now()) > 0:
+            try:
+                await asyncio.wait([job.settled], timeout=left)
+            except asyncio.CancelledError:
+                continue  # it comes to the same: the caller's blocks are being written to
+        if not job.settled.done():
+            job.stuck = True
+            raise StillWritingError("the holder stands still in the middle of a read", job.settled)
+
+    def _answer(self, asks: Sequence[tuple[str, Ask]]) -> None:
+        if not self._closed:
+            answers = [(name, ask, self._on_pulled(ask.ticket_id)) for name, ask in asks]
+            self._thread.answer(answers)
