@@ -1,5 +1,6 @@
 """Which processes a local cluster consists of, and what each is told. Nothing is started here."""
 
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,6 @@ from kvmesh.models import ModelInfo
 from kvmesh.types import Role
 
 HOST = "127.0.0.1"
-
-_SIM_CONTEXT = 32_768
 
 
 class Engine(StrEnum):
@@ -64,11 +63,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The model that all serve. `sample_from`: least id that a simulated engine may make up."""
+    """The model that all serve."""
 
     folder: Path
     info: ModelInfo
-    sample_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ def plan(
     """
     common = {f"discovery.{key}": value for key, value in discovery.items()}
     served = {"model.path": model.folder, "model.name": model.info.name}
-    worker = {**served, "engine.name": engine.value, **_engine_settings(engine, model)}
+    worker = {**served, "engine.name": engine.value, **_engine_settings(engine, layout)}
     of_role: dict[Role, dict[str, object]] = {
         Role.PREFILL: worker,
         Role.DECODE: worker,
@@ -116,19 +114,13 @@ def roles_of(planned: Sequence[Planned]) -> Iterator[Planned]:
     yield from {item.role: item for item in planned}.values()
 
 
-def _engine_settings(engine: Engine, model: Served) -> dict[str, object]:
-    """Return what an engine has to be told of the model because it doesn't read its folder."""
-    if engine is not Engine.SIM:
+def _engine_settings(engine: Engine, layout: Layout) -> dict[str, object]:
+    """Share this machine's cores out: engines that each take all of them stand in line."""
+    if engine is Engine.SIM:
         return {}
-    settings: dict[str, object] = {
-        "engine.sim.vocab_size": model.info.vocab_size,
-        "engine.sim.context_length": min(model.info.context_length, _SIM_CONTEXT),
-    }
-    if model.info.eos_token_ids:
-        settings["engine.sim.eos_token_id"] = model.info.eos_token_ids[0]
-    if model.sample_from is not None:
-        settings["engine.sim.sample_from"] = model.sample_from
-    return settings
+    workers = layout.counts[Role.PREFILL] + layout.counts[Role.DECODE]
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    return {f"engine.{engine}.threads": threads}
 
 
 def _ports_of(role: Role, number: int, layout: Layout) -> dict[str, object]:

@@ -9,7 +9,7 @@ import typer
 from kvmesh import models
 from kvmesh.cli.checking import check_overrides
 from kvmesh.cli.console import CommandError, StateDir, subcommand
-from kvmesh.cli.models import TINY, prepare
+from kvmesh.cli.models import prepare
 from kvmesh.cli.options import (
     ConsulAddress,
     DecodeCount,
@@ -82,8 +82,7 @@ def up(  # noqa: PLR0913 - a command's options
             asyncio.run(members_of(own.discovery))
         folder = prepare(engine, model)
         info = models.read_info(folder)
-        readable = models.TINY_FIRST_READABLE if info.name == TINY else None
-        planned = plan(layout, engine, Served(folder, info, readable), found_by, overrides)
+        planned = plan(layout, engine, Served(folder, info), found_by, overrides)
         check_overrides(overrides, planned)
         cluster = ClusterState(
             engine=engine.value,

@@ -25,9 +25,9 @@ import uvloop
 from kvmesh.clock import Clock, SystemClock
 from kvmesh.config import environment, load_or_exit
 from kvmesh.discovery import DiscoveryConfig, create
-from kvmesh.discovery.base import Discovery
+from kvmesh.discovery.base import Discovery, Registration
 from kvmesh.errors import MeshError, UnavailableError
-from kvmesh.rpc.config import RpcConfig
+from kvmesh.rpc.config import RpcConfig, reachable
 from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.server import MeshServer, Register, serve
 from kvmesh.rpc.serving import Identity
@@ -35,6 +35,12 @@ from kvmesh.telemetry import Telemetry, TelemetryConfig, log_to, telemetry
 from kvmesh.types import Member, Role, State
 
 log = logging.getLogger(__name__)
+
+SECTIONS = (
+    *("rpc", "discovery", "telemetry", "model", "engine"),
+    *("http", "limits", "tokenizer", "routing", "queue", "watch"),
+)
+"""All sections of all roles: one file may configure a whole mesh."""
 
 EXIT_FAILED = 1
 EXIT_AT_ONCE = 130
@@ -134,7 +140,10 @@ def main(
 ) -> int:
     """Run a role's process to its end; returns its exit code."""
     config = load_or_exit(
-        config_type, prog=f"kvmesh serve {role}", description=f"One {role} process of a kvmesh."
+        config_type,
+        prog=f"kvmesh serve {role}",
+        description=f"One {role} process of a kvmesh.",
+        foreign=SECTIONS,
     )
     seen = config.telemetry
     epoch, clock, rng = uuid.uuid4().hex, SystemClock(), random.Random()
@@ -178,22 +187,34 @@ async def _serve(
         role=process.role,
         epoch=process.epoch,
         address=f"{rpc.reachable_host}:{server.port}",
-        metrics_address=process.telemetry.metrics_address,
+        metrics_address=_metrics_address(rpc, process.telemetry),
         pid=os.getpid(),
         **service.details,
     )
     async with process.discovery.register(member) as registration:
         await server.set_serving(True)
-        await registration.set_state(State.READY)
+        await _say(registration, State.READY)
         log.info("ready: %s serves on %s", member.id, member.address)
         failure = await _failure(stop, service.failed)
         log.info("draining: %s", failure or "asked to stop")
-        with contextlib.suppress(UnavailableError):  # the registry may be away: drain all the same
-            await registration.set_state(State.DRAINING)
+        await _say(registration, State.DRAINING)
         seconds = 0.0 if failure else rpc.drain_seconds
         finished = await server.drain(process.gate, service.settled, seconds)
     log.info("stopped")
     return 0 if finished and failure is None else EXIT_FAILED
+
+
+async def _say(registration: Registration, state: State) -> None:
+    """Publish a state. While the registry is away its renewal goes on trying."""
+    try:
+        await registration.set_state(state)
+    except UnavailableError as error:
+        log.warning("the registry does not know yet that this is %s: %s", state, error)
+
+
+def _metrics_address(rpc: RpcConfig, seen: Telemetry) -> str:
+    host, colon, port = seen.metrics_address.rpartition(":")
+    return f"{reachable(host, rpc.advertise)}{colon}{port}" if colon else ""
 
 
 def _member_id(role: Role, rpc: RpcConfig, epoch: str) -> str:

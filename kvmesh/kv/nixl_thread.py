@@ -138,7 +138,7 @@ class AgentThread:
     def _main(self, started: "Future[Agent]") -> None:
         try:
             agent = self._agent = Agent(self._name, self._region)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is made
+        except Exception as error:  # noqa: BLE001 - top of a task: raised where it was made
             started.set_exception(error)
             return
         started.set_result(agent)

@@ -5,11 +5,10 @@ A model is a local Hugging Face folder; nothing here reaches a model hub.
 
 from kvmesh.models.fetch import SMOLLM2, Progress, default_cache, fetch_smollm2, resolve
 from kvmesh.models.info import ModelError, ModelInfo, read_info
-from kvmesh.models.tiny import TINY_FIRST_READABLE, tiny_folder
+from kvmesh.models.tiny import tiny_folder
 
 __all__ = [
     "SMOLLM2",
-    "TINY_FIRST_READABLE",
     "ModelError",
     "ModelInfo",
     "Progress",

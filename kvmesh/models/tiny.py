@@ -16,7 +16,6 @@ _END, _START, _STOP = _SPECIAL
 # Printable ASCII, and as ByteLevel writes it, space.
 _READABLE = frozenset(map(chr, range(0x21, 0x7F))) | {"\u0120"}
 
-TINY_FIRST_READABLE = len(_SPECIAL) + 256 - len(_READABLE)
 """The token ids from here on stand for printable characters."""
 
 CHAT_TEMPLATE = (
@@ -46,7 +45,7 @@ def tiny_folder(path: Path, *, context_length: int = 32768) -> Path:
 
 
 def _tokenizer() -> Tokenizer:
-    # What can be read comes last: who samples ids from `TINY_FIRST_READABLE` on makes plain text.
+    # What can be read comes last: a simulated engine that samples from there makes plain text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda c: (c in _READABLE, c))
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

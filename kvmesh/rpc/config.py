@@ -34,8 +34,7 @@ class RpcConfig:
     @property
     def reachable_host(self) -> str:
         """The host that others reach this process at."""
-        wildcard = self.host in {"0.0.0.0", "::", "[::]"}
-        return self.advertise or (socket.gethostname() if wildcard else self.host)
+        return reachable(self.host, self.advertise)
 
     def channel_options(self) -> _Options:
         """Return the options of a client channel."""
@@ -43,7 +42,8 @@ class RpcConfig:
             *self._common(),
             # A restarted peer is reached again at once, not after gRPC's minutes.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # In fact the time for one attempt to connect: a busy peer needs its share.
+            ("grpc.min_reconnect_backoff_ms", 5000),
             ("grpc.max_reconnect_backoff_ms", 1000),
             # Traffic inside the mesh never goes through a proxy.
             ("grpc.enable_http_proxy", 0),
@@ -73,3 +73,9 @@ class RpcConfig:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
         ]
+
+
+def reachable(host: str, advertise: str) -> str:
+    """Return where others reach what listens on `host`: this machine's name for a wildcard."""
+    wildcard = host in {"0.0.0.0", "::", "[::]"}
+    return advertise or (socket.gethostname() if wildcard else host)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from kvmesh.host.process import Process, Service
 from kvmesh.host.roster import roster
+from kvmesh.rpc.config import reachable
 from kvmesh.rpc.peer import PeerPool
 from services.frontend.config import FrontendConfig
 from services.frontend.fleet import Fleet
@@ -42,5 +43,5 @@ async def app(config: FrontendConfig, process: Process) -> AsyncIterator[Service
                 servicer = InferenceServicer(
                     pipeline, fleet, metrics, process, config.limits.request_seconds
                 )
-                address = f"{config.http.reachable_host(config.rpc.advertise)}:{port}"
+                address = f"{reachable(config.http.host, config.rpc.advertise)}:{port}"
                 yield Service({SERVICE_NAME: servicer.register}, {"http_address": address})

@@ -1,6 +1,5 @@
 """Everything a frontend process can be told."""
 
-import socket
 from dataclasses import dataclass, field
 
 from kvmesh.discovery import DiscoveryConfig
@@ -26,11 +25,6 @@ class HttpConfig:
     backlog: int = field(
         default=2048, metadata={"help": "connections waiting to be accepted", "min": 1}
     )
-
-    def reachable_host(self, advertised: str) -> str:
-        """Return the host that others reach this process's HTTP at."""
-        wildcard = self.host in {"0.0.0.0", "::", "[::]"}
-        return advertised or (socket.gethostname() if wildcard else self.host)
 
 
 @dataclass(frozen=True, slots=True)

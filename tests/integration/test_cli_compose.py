@@ -24,7 +24,7 @@ DEPLOY = ROOT / "deploy"
 HEALTHY_SECONDS = 120
 STOP_SECONDS = 60
 
-SIMULATED = {"ENGINE": "sim", "EXTRA": "", "MODEL": "tiny", "SIM_VOCAB_SIZE": "259"}
+SIMULATED = {"ENGINE": "sim", "EXTRA": "", "MODEL": "tiny"}
 ENTRYPOINT = re.search(r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
 
 

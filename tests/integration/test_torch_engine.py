@@ -49,13 +49,13 @@ class Reference:
     """transformers itself, one request at a time."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import LlamaForCausalLM
+        from transformers import LlamaForCausalLM  # noqa: PLC0415 - loads for seconds
 
         self._model = LlamaForCausalLM.from_pretrained(folder).eval()
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def __call__(self, prompt: Sequence[int], count: int = NEW, **options: Any) -> list[int]:
-        import torch
+        import torch  # noqa: PLC0415 - loads for seconds
 
         key = (*prompt, -count)
         if options or key not in self._known:
@@ -163,11 +163,27 @@ def check_idle(engine: Engine) -> None:
     assert (load.running, load.waiting, load.used_blocks, load.ticket_blocks) == (0, 0, 0, 0)
 
 
-class TestExactness:
-    @pytest.fixture(scope="class", params=CONFIGS)
-    def engine(self, request: pytest.FixtureRequest, bench: Bench) -> Engine:
-        return bench.engine(CONFIGS[request.param])
+@pytest.fixture(scope="module", params=CONFIGS)
+def engine(request: pytest.FixtureRequest, bench: Bench) -> Engine:
+    return bench.engine(CONFIGS[request.param])
 
+
+@pytest.fixture(scope="module")
+def slow_pair(bench: Bench) -> tuple[Engine, Engine]:
+    return bench.pair(replace(CONFIG, max_batch_tokens=20))
+
+
+@pytest.fixture(scope="module")
+def pair(bench: Bench) -> tuple[Engine, Engine]:
+    return bench.pair()
+
+
+@pytest.fixture(scope="module")
+def chunking(bench: Bench) -> Engine:
+    return bench.engine(replace(CONFIG, max_batch_tokens=16))
+
+
+class TestExactness:
     @settings(max_examples=15, deadline=None)
     @given(batch=prompts())
     def test_batches(
@@ -180,19 +196,15 @@ class TestExactness:
     @settings(max_examples=15, deadline=None)
     @given(batch=prompts(most=4))
     def test_remote_prefill(
-        self, bench: Bench, reference: Reference, pair: tuple[Engine, Engine],
+        self, bench: Bench, reference: Reference, slow_pair: tuple[Engine, Engine],
         batch: list[list[int]],
     ) -> None:  # fmt: skip
         async def all_at_once() -> list[list[int]]:
-            return await asyncio.gather(*(hand_off(*pair, ask(prompt)) for prompt in batch))
+            return await asyncio.gather(*(hand_off(*slow_pair, ask(prompt)) for prompt in batch))
 
         assert bench.run(all_at_once()) == [reference(prompt) for prompt in batch]
-        for engine in pair:
+        for engine in slow_pair:
             check_idle(engine)
-
-    @pytest.fixture(scope="class")
-    def pair(self, bench: Bench) -> tuple[Engine, Engine]:
-        return bench.pair(replace(CONFIG, max_batch_tokens=20))
 
 
 @pytest.mark.parametrize("shared", range(0, 34))
@@ -254,27 +266,23 @@ class TestCancelling:
     @settings(max_examples=15, deadline=None)
     @given(batch=prompts(2, 6), after=st.lists(st.integers(0, 10), min_size=6, max_size=6))
     def test_at_any_point_disturbs_nobody(
-        self, bench: Bench, reference: Reference, engine: Engine,
+        self, bench: Bench, reference: Reference, chunking: Engine,
         batch: list[list[int]], after: list[int],
     ) -> None:  # fmt: skip
         async def leave(prompt: Sequence[int], tokens: int) -> None:
-            async with aclosing(engine.generate(ask(prompt, 40))) as steps:
+            async with aclosing(chunking.generate(ask(prompt, 40))) as steps:
                 for _ in range(tokens):
                     await anext(steps)
 
         async def all_at_once() -> list[list[int]]:
             *leaving, staying = batch
             _, *answers = await asyncio.gather(
-                asyncio.gather(*map(leave, leaving, after)), generate(engine, ask(staying))
+                asyncio.gather(*map(leave, leaving, after)), generate(chunking, ask(staying))
             )
             return cast(list[list[int]], answers[0])
 
         assert bench.run(all_at_once()) == [reference(batch[-1])]
-        check_idle(engine)
-
-    @pytest.fixture(scope="class")
-    def engine(self, bench: Bench) -> Engine:
-        return bench.engine(replace(CONFIG, max_batch_tokens=16))
+        check_idle(chunking)
 
 
 class TestSampling:
@@ -288,10 +296,6 @@ class TestSampling:
         {"temperature": 0.0, "repetition_penalty": 1.5},
         {"temperature": 1.0, "min_tokens": 9, "ignore_eos": False, "stop_token_ids": (7, 8)},
     )
-
-    @pytest.fixture(scope="class")
-    def pair(self, bench: Bench) -> tuple[Engine, Engine]:
-        return bench.pair()
 
     @pytest.mark.parametrize("knobs", KNOBS, ids=str)
     def test_is_the_same_after_a_remote_prefill(

@@ -48,7 +48,6 @@ from kvmesh.types import (
     Context,
     FinishReason,
     KvTicket,
-    Load,
     Sampling,
     Worker,
 )

@@ -11,7 +11,7 @@ from kvmesh.cli.settings import parse_overrides
 from kvmesh.models import ModelInfo
 from kvmesh.types import Role
 
-TINY = Served(Path("/m/tiny"), ModelInfo("tiny", 65536, 259, (2,)), 164)
+TINY = Served(Path("/m/tiny"), ModelInfo("tiny", 65536, 259, (2,)))
 LARGE = Served(Path("/m/large"), ModelInfo("large", 8192, 49152, (2,)))
 FOUND_BY = {"kind": "local", "directory": "/state/members"}
 
@@ -50,16 +50,14 @@ def test_only_who_serves_the_model_is_told_of_it() -> None:
     assert "model.path" not in planned["frontend-1"].settings
 
 
-def test_the_simulated_engine_is_told_the_vocabulary() -> None:
-    tiny = by_name(plan(layout(), Engine.SIM, TINY, FOUND_BY, []))["decode-1"].settings
-    assert tiny["engine.sim.vocab_size"] == 259
-    assert tiny["engine.sim.sample_from"] == 164
-    assert tiny["engine.sim.context_length"] == 32768
-    large = by_name(plan(layout(), Engine.SIM, LARGE, FOUND_BY, []))["decode-1"].settings
-    assert large["engine.sim.vocab_size"] == 49152
-    assert "engine.sim.sample_from" not in large
-    vllm = by_name(plan(layout(), Engine.VLLM, LARGE, FOUND_BY, []))["decode-1"].settings
-    assert not [key for key in vllm if key.startswith("engine.sim")]
+def test_engines_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    two = by_name(plan(layout(), Engine.VLLM, LARGE, FOUND_BY, []))
+    assert two["prefill-1"].settings["engine.vllm.threads"] == 4
+    many = by_name(plan(layout(decode=12), Engine.VLLM, LARGE, FOUND_BY, []))
+    assert many["decode-12"].settings["engine.vllm.threads"] == 1
+    simulated = by_name(plan(layout(), Engine.SIM, TINY, FOUND_BY, []))["decode-1"].settings
+    assert not [key for key in simulated if key.endswith("threads")]
 
 
 def test_frontends_count_their_ports_up_and_the_others_take_free_ones() -> None:
@@ -73,10 +71,10 @@ def test_frontends_count_their_ports_up_and_the_others_take_free_ones() -> None:
 
 
 def test_what_is_overridden_is_left_to_the_override() -> None:
-    overrides = parse_overrides(["decode:engine.sim.vocab_size=300"])
-    planned = by_name(plan(layout(), Engine.SIM, TINY, FOUND_BY, overrides))
-    assert "engine.sim.vocab_size" not in planned["decode-1"].settings
-    assert planned["prefill-1"].settings["engine.sim.vocab_size"] == 259
+    overrides = parse_overrides(["decode:engine.vllm.threads=3"])
+    planned = by_name(plan(layout(), Engine.VLLM, LARGE, FOUND_BY, overrides))
+    assert "engine.vllm.threads" not in planned["decode-1"].settings
+    assert "engine.vllm.threads" in planned["prefill-1"].settings
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -20,25 +20,29 @@ from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.engine import SimEngine
 from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import InvalidRequestError
+from kvmesh.models import read_info, tiny_folder
 from kvmesh.types import Role
 
-SEAT = Seat(worker_id="w", epoch="e", role=Role.DECODE, model=Path("nowhere"), name="m")
+
+@pytest.fixture
+def seat(tmp_path: Path) -> Seat:
+    return Seat("w", "e", Role.DECODE, tiny_folder(tmp_path / "tiny"), "m")
 
 
-def make(settings: EngineConfig) -> AsyncEngine:
-    return create(settings, SEAT, clock=SystemClock(), rng=random.Random(0))
+def make(settings: EngineConfig, seat: Seat) -> AsyncEngine:
+    return create(settings, seat, clock=SystemClock(), rng=random.Random(0))
 
 
-def test_the_simulated_engine_has_every_part() -> None:
-    engine = make(EngineConfig())
+def test_the_simulated_engine_has_every_part(seat: Seat) -> None:
+    engine = make(EngineConfig(), seat)
     assert isinstance(engine, SimEngine)
     for part in (AsyncEngine, PrefillEngine, ResumeEngine, KvEventSource, StepEngine):
         assert isinstance(engine, part)
 
 
-def test_an_unknown_engine_names_the_known() -> None:
+def test_an_unknown_engine_names_the_known(seat: Seat) -> None:
     with pytest.raises(InvalidRequestError, match=", ".join(NAMES)):
-        make(EngineConfig(name="abacus"))
+        make(EngineConfig(name="abacus"), seat)
 
 
 def test_settings_nest() -> None:
@@ -76,3 +80,11 @@ def test_fingerprints_pass_over_what_may_differ() -> None:
     assert plain.layout_fingerprint("m") != plain.layout_fingerprint("other")
     larger = replace(plain, total_blocks=9, lease_seconds=1.0)
     assert larger.layout_fingerprint("m") == plain.layout_fingerprint("m")
+
+
+async def test_a_worker_keeps_to_its_models_vocabulary_and_context(seat: Seat) -> None:
+    engine = make(EngineConfig(), seat)
+    info = await engine.start()
+    await engine.aclose()
+    assert info.vocab_size == read_info(seat.model).vocab_size < SimConfig().vocab_size
+    assert info.context_length <= read_info(seat.model).context_length
