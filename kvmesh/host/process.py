@@ -175,6 +175,7 @@ async def _process(config: ConfigT, life: Life, stack: AsyncExitStack) -> Proces
         telemetry(config.telemetry, life.role, life.epoch, environ)
     )
     seen.meter.counter_from("kvmesh_taken", "requests taken in", lambda: gate.entered)
+    seen.meter.gauge("kvmesh_running", "requests running now", lambda: gate.running)
     found = await stack.enter_async_context(create(config.discovery, life.clock, life.rng))
     return Process(life.id, life.role, life.epoch, life.clock, life.rng, seen, found, gate, environ)
 

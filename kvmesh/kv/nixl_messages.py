@@ -112,6 +112,8 @@ def parse_message(message: bytes) -> Ask | Answer | None:
             _, number, holder_bytes, ticket_bytes = _ASK.unpack_from(message)
             ticket_at = _ASK.size + holder_bytes
             end = ticket_at + ticket_bytes
+            if end > len(message):
+                return None
             holder = message[_ASK.size : ticket_at].decode()
             return Ask(number, holder, message[ticket_at:end].decode(), message[end:])
         if kind in {_YES, _NO}:

@@ -50,8 +50,8 @@ class EngineRig(Protocol):
         """Lend an engine that can generate."""
         ...
 
-    def pair(self) -> AbstractAsyncContextManager[Pair] | None:
-        """Lend two engines with a hand-off between them; None where there is none."""
+    def pair(self) -> AbstractAsyncContextManager[Pair]:
+        """Lend two engines with a hand-off between them."""
         ...
 
     def fresh(self) -> AsyncEngine:

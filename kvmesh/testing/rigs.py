@@ -34,3 +34,6 @@ RIGS: Mapping[str, RigFactory] = {
 
 SLOW = frozenset({"vllm"})
 """Those that need the real model, and minutes."""
+
+STEPPING = frozenset(RIGS) - {"vllm"}
+"""Those that can hand over whole steps."""

@@ -30,7 +30,7 @@ from kvmesh.errors import (
 )
 from kvmesh.kv.blocks import block_hashes
 from kvmesh.testing.engine import EngineRig, Pair, Started
-from kvmesh.testing.rigs import RIGS, SLOW
+from kvmesh.testing.rigs import RIGS, SLOW, STEPPING
 from kvmesh.types import (
     BlocksCleared,
     BlocksRemoved,
@@ -65,10 +65,7 @@ async def single(rig: EngineRig) -> AsyncIterator[Started]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def pair(rig: EngineRig) -> AsyncIterator[Pair]:
-    lender = rig.pair()
-    if lender is None:
-        pytest.skip("this engine hands nothing off")
-    async with lender as lent:
+    async with rig.pair() as lent:
         assert isinstance(lent.prefill.engine, PrefillEngine)
         assert isinstance(lent.decode.engine, ResumeEngine)
         yield lent
@@ -392,8 +389,7 @@ class TestHandOff:
 class TestKvEvents:
     async def test_snapshot_and_events_agree(self, rig: EngineRig, single: Started) -> None:
         source = single.engine
-        if not isinstance(source, KvEventSource):
-            pytest.skip("this engine has no KV events")
+        assert isinstance(source, KvEventSource)
         seen: list[KvEvent] = []
         known = set(source.snapshot())
         end = source.subscribe(seen.append)
@@ -421,11 +417,11 @@ def apply(known: set[int], events: Sequence[KvEvent]) -> set[int]:
     return known
 
 
+@pytest.mark.parametrize("rig", sorted(STEPPING), indirect=True)
 class TestSteps:
     @pytest.fixture
     def stepper(self, single: Started) -> StepEngine:
-        if not isinstance(single.engine, StepEngine):
-            pytest.skip("this engine does not work in steps")
+        assert isinstance(single.engine, StepEngine)
         return single.engine
 
     async def test_a_sink_gets_what_generate_yields(

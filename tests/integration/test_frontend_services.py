@@ -1,6 +1,7 @@
 """The frontend with the real services in one process: simulated engines, KV moved for real."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,9 @@ class Real:
 async def real(tmp_path: Path) -> AsyncIterator[Real]:
     folder = byte_level_folder(tmp_path / "model")
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    sim = SimConfig(
-        vocab_size=size, sample_from=10, latency=Latency(speed=0.0), context_length=2048
-    )
+    facts = {"vocab_size": size, "max_position_embeddings": 2048, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    sim = SimConfig(sample_from=10, latency=Latency(speed=0.0))
     model = ModelConfig(path=folder, name=MODEL)
     engine = EngineConfig(name="sim", sim=sim)
     async with mesh() as running:
