@@ -5,7 +5,7 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,8 +69,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(state: Path, *flags: str) -> AsyncIterator[Cluster]:
-    """Yield a cluster that `kvmesh up --detach` has started with `flags`; stop it after."""
+async def cluster(
+    state: Path, *flags: str, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[Cluster]:
+    """Yield a cluster that `kvmesh up --detach` has started with `flags`; stop it after.
+
+    `environ` are variables that all its processes get.
+    """
     http, grpc = free_ports(2)
     await run(
         "up",
@@ -83,6 +88,7 @@ async def cluster(state: Path, *flags: str) -> AsyncIterator[Cluster]:
         "--grpc-port",
         str(grpc),
         *flags,
+        environ=environ,
     )
     running = Cluster(state, f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}")
     try:
@@ -95,7 +101,7 @@ async def cluster(state: Path, *flags: str) -> AsyncIterator[Cluster]:
         await run("down", "--state-dir", str(state), check=False)
 
 
-async def run(*arguments: str, check: bool = True) -> str:
+async def run(*arguments: str, check: bool = True, environ: Mapping[str, str] | None = None) -> str:
     """Run the kvmesh command; return what it printed. Raises with it if it fails."""
     process = await asyncio.create_subprocess_exec(
         KVMESH,
@@ -103,7 +109,7 @@ async def run(*arguments: str, check: bool = True) -> str:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**environment(), "COLUMNS": "200"},
+        env={**environment(), "COLUMNS": "200", **(environ or {})},
     )
     async with asyncio.timeout(START_SECONDS):
         out, err = await process.communicate()

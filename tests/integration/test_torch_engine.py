@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.engine.base import EngineRequest, Finish, Prefilled
@@ -222,7 +222,7 @@ def test_a_prefix_is_taken_from_the_cache(bench: Bench) -> None:
     assert finish.cached_tokens == 32
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, phases=(Phase.reuse, Phase.generate))
 @given(batch=prompts(4, 8), seed=st.integers(0, 1 << 20))
 def test_preemption_changes_nothing(
     bench: Bench, reference: Reference, crowded: Engine, batch: list[list[int]], seed: int
