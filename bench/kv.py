@@ -5,7 +5,7 @@
 For each size and number of blocks the three take turns at the same pieces, in shuffled order:
 a pull through the transport, with the holder's consent; a read by a bare NIXL agent from the
 same holder into memory of its own; and a copy of the pieces within one process. Printed
-are medians, and the first as a share of the other two. UCX settings (UCX_TLS) apply.
+are medians, and of each turn's ratios of the first to the other two. UCX_TLS applies.
 """
 
 import argparse
@@ -40,6 +40,7 @@ SHAPES = (
 )
 TARGET = 0.85  # of raw NIXL, from TARGET_BYTES a block on
 TARGET_BYTES = 256 * KB
+LARGE = 64  # blocks; with few, a pull is mostly the question to the holder
 TIMEOUT = 60.0
 
 Indices = np.ndarray[Any, np.dtype[np.int32]]
@@ -71,9 +72,10 @@ def main() -> int:
     print(_table(rows))
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    large = [row.to_raw for row in rows if row.block_bytes >= TARGET_BYTES]
-    print(f"\nblocks of 256 KB and more: {min(large):.0%} of raw NIXL or better")
-    return 0 if statistics.median(large) >= TARGET else 1
+    large = [row for row in rows if row.block_bytes >= TARGET_BYTES and row.blocks >= LARGE]
+    least = min(row.to_raw for row in large)
+    print(f"\npulls of {LARGE} blocks of 256 KB and more: {least:.0%} of raw NIXL at least")
+    return 0 if least >= TARGET else 1
 
 
 def _options() -> argparse.Namespace:
@@ -153,9 +155,14 @@ async def _compare(rounds: int, count: int, source: tuple[KvTransport, bytes], r
         moved / pull,
         moved / bare,
         moved / memcpy,
-        bare / pull,
-        memcpy / pull,
+        _ratio(times["raw"], times["pull"]),
+        _ratio(times["memcpy"], times["pull"]),
     )
+
+
+def _ratio(one: list[float], other: list[float]) -> float:
+    """Compare turn by turn: what else the machine does changes slowly."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
 def _timed(move: Callable[[Indices], None], blocks: Indices) -> float:

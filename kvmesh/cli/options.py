@@ -33,7 +33,12 @@ def _port(what: str) -> typer.models.OptionInfo:
     return option
 
 
-EngineOption = Annotated[Engine, typer.Option(help="What computes the tokens.")]
+EngineOption = Annotated[
+    Engine | None,
+    typer.Option(
+        help="What computes the tokens.", show_default="vllm with an NVIDIA GPU, else torch"
+    ),
+]
 
 ModelOption = Annotated[
     str,

@@ -1,6 +1,7 @@
 """Which processes a local cluster consists of, and what each is told. Nothing is started here."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,13 @@ class Engine(StrEnum):
     """What computes the tokens."""
 
     SIM = "sim"
+    TORCH = "torch"
     VLLM = "vllm"
+
+
+def default_engine() -> Engine:
+    """Return the engine that suits this machine: vLLM on NVIDIA GPUs, else the light one."""
+    return Engine.VLLM if shutil.which("nvidia-smi") else Engine.TORCH
 
 
 class DiscoveryChoice(StrEnum):

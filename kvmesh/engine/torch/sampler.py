@@ -4,12 +4,16 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence
 
-_FRACTION_BITS = 53  # of a double
+_FRACTION_BITS = 52  # of a double, less one: the half added must not round up to 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
 _FIRST_GUESS = 64  # candidates looked at for top_p, before more
 
 
@@ -29,10 +33,20 @@ def pick(logits: Any, sequences: Sequence[TorchSequence]) -> list[int]:
     return picked
 
 
-def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that decides at a position of a random stream."""
-    digest = xxh3_64_intdigest(struct.pack("<QQ", seed, position))
-    return (digest >> 64 - _FRACTION_BITS) / (1 << _FRACTION_BITS)
+def noise(seed: int, position: int, token_ids: Any) -> Any:
+    """Return a number in (0, 1) for each token id: a random stream's, at a position.
+
+    Equal on every machine and in every version.
+    """
+    key = xxh3_64_intdigest(struct.pack("<QQ", seed, position))
+    with np.errstate(over="ignore"):  # integers wrap: this is splitmix64
+        mixed = token_ids.astype(np.uint64) * _GOLDEN + np.uint64(key)
+        mixed ^= mixed >> np.uint64(30)
+        mixed *= _MIX_1
+        mixed ^= mixed >> np.uint64(27)
+        mixed *= _MIX_2
+        mixed ^= mixed >> np.uint64(31)
+    return ((mixed >> np.uint64(64 - _FRACTION_BITS)) + 0.5) / (1 << _FRACTION_BITS)
 
 
 def probabilities(logits: Any, knobs: Knobs) -> Any:
@@ -83,11 +97,14 @@ def _pick_one(logits: Any, sequence: TorchSequence) -> int:
         logits[list(sequence.banned_now)] = -torch.inf
     if not knobs.temperature:
         return int(logits.argmax())
-    # By id, not by rank: ranks of near equals swap with the rounding of a batch.
-    mass = probabilities(logits, knobs).double().cumsum(0)
-    below = torch.nextafter(mass[-1], torch.zeros_like(mass[-1]))
-    drawn = torch.minimum(uniform(sequence.seed, len(tokens)) * mass[-1], below)
-    return int(torch.searchsorted(mass, drawn, right=True))
+    probs = probabilities(logits, knobs)
+    ids = probs.nonzero().flatten()
+    # A race that each token wins with its probability. Unlike a draw from the cumulated
+    # probabilities, it is hardly ever changed by the rounding errors of another batch.
+    race = np.log(probs[ids].numpy()) - np.log(
+        -np.log(noise(sequence.seed, len(tokens), ids.numpy()))
+    )
+    return int(ids[int(race.argmax())])
 
 
 def _least_of_top_p(probs: Any, top_p: float) -> Any:

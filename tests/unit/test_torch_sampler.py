@@ -1,0 +1,176 @@
+"""Picking tokens: the distributions drawn from, and that draws follow them."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmesh.engine.base import EngineRequest
+from kvmesh.engine.sequence import Kind, Limits
+from kvmesh.engine.torch.sampler import noise, penalize, pick, probabilities
+from kvmesh.engine.torch.sequence import Knobs, TorchSequence
+from kvmesh.types import Sampling
+
+VOCAB = 200
+LIMITS = Limits(VOCAB, 1 << 20, frozenset((2,)), VOCAB)
+
+
+def sequence(tokens: Sequence[int], prompt: int | None = None, **sampling: Any) -> TorchSequence:
+    prompt = len(tokens) if prompt is None else prompt
+    request = EngineRequest("r", tokens[:prompt], Sampling(**sampling))
+    one = TorchSequence(request, Kind.GENERATE, None, lambda _: None, LIMITS)
+    one.pick_with(Knobs(), random.Random(0))
+    for token in tokens[prompt:]:
+        one.take(token)
+    return one
+
+
+def logits(seed: int = 0, rows: int = 1) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, VOCAB, generator=generator) * 3
+
+
+def kept(probs: Any) -> set[int]:
+    return set(probs.nonzero().flatten().tolist())
+
+
+def ranked(row: Any) -> list[int]:
+    return row.argsort(descending=True).tolist()  # type: ignore[no-any-return]
+
+
+def test_greedy_is_the_largest() -> None:
+    rows = logits(rows=3)
+    picked = pick(rows, [sequence([1], temperature=0.0) for _ in range(3)])
+    assert picked == rows.argmax(-1).tolist()
+
+
+def test_rows_are_picked_alike_whoever_else_is_there() -> None:
+    rows = logits(rows=4)
+    four = [
+        sequence([1], temperature=0.0),
+        sequence([1], seed=1),
+        sequence([1], temperature=0.0, repetition_penalty=1.5),
+        sequence([1], temperature=0.0),
+    ]
+    together = pick(rows, four)
+    assert together == [pick(rows[at : at + 1], [four[at]])[0] for at in range(4)]
+
+
+@pytest.mark.parametrize("count", [1, 5, VOCAB - 1, VOCAB, VOCAB + 1])
+def test_top_k(count: int) -> None:
+    row = logits()[0]
+    assert kept(probabilities(row, Knobs(top_k=count))) == set(ranked(row)[:count])
+
+
+@given(top_p=st.floats(0.01, 0.999), seed=st.integers(0, 5))
+def test_top_p_is_the_fewest_that_have_the_mass(top_p: float, seed: int) -> None:
+    row = logits(seed)[0]
+    expected: set[int] = set()
+    mass, probs = 0.0, torch.softmax(row, -1)
+    for token in ranked(row):
+        if mass >= top_p - 1e-6:
+            break
+        expected.add(token)
+        mass += float(probs[token])
+    assert kept(probabilities(row, Knobs(top_p=top_p))) == expected
+
+
+def test_top_p_of_a_flat_distribution_looks_at_all() -> None:
+    row = torch.zeros(50_000) + torch.linspace(0, 1e-2, 50_000)
+    assert len(kept(probabilities(row, Knobs(top_p=0.9)))) == pytest.approx(45_000, rel=0.01)
+
+
+def test_top_p_counts_what_top_k_leaves() -> None:
+    row = torch.log(torch.tensor([0.4, 0.3, 0.2, 0.1]))
+    assert kept(probabilities(row, Knobs(top_k=2, top_p=0.5))) == {0}
+    assert kept(probabilities(row, Knobs(top_p=0.5))) == {0, 1}
+
+
+def test_min_p_is_a_share_of_the_largest() -> None:
+    row = torch.log(torch.tensor([0.5, 0.3, 0.06, 0.04]))
+    assert kept(probabilities(row, Knobs(min_p=0.1))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3])
+def test_the_coldest_is_greedy(temperature: float) -> None:
+    row = logits()[0]
+    assert kept(probabilities(row, Knobs(temperature=temperature))) <= {int(row.argmax())}
+
+
+def test_draws_follow_the_distribution() -> None:
+    row = torch.log(torch.tensor([0.5, 0.25, 0.125, 0.125]))
+    draws = Counter(pick(row[None], [sequence([3], seed=seed)])[0] for seed in range(4000))
+    assert [draws[token] / 4000 for token in range(4)] == pytest.approx(
+        [0.5, 0.25, 0.125, 0.125], abs=0.03
+    )
+
+
+def test_draws_depend_on_the_position() -> None:
+    flat = torch.zeros(1, VOCAB)
+    picks = [pick(flat, [sequence([1] * length, seed=5)])[0] for length in range(1, 30)]
+    assert len(set(picks)) > 20
+
+
+@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 1 << 20))
+def test_noise_is_inside_and_repeats(seed: int, position: int) -> None:
+    ids = np.arange(1000)
+    found = noise(seed, position, ids)
+    assert 0 < found.min() < found.max() < 1
+    assert (noise(seed, position, ids[500:]) == found[500:]).all()
+    assert len(set(found.tolist())) == 1000
+    assert abs(found.mean() - 0.5) < 0.06
+
+
+def test_noise_never_changes() -> None:
+    """Workers of two versions must agree."""
+    assert noise(1, 2, np.array([0, 3])).tolist() == [0.48088713445285614, 0.5350494085979346]
+
+
+def test_a_rounding_error_hardly_changes_a_draw() -> None:
+    row = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    other = row + 1e-6 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
+    for seed in range(60):
+        one, two = (pick(each[None], [sequence([1], seed=seed)]) for each in (row, other))
+        assert one == two
+
+
+def test_repetition_penalty_counts_prompt_and_completion() -> None:
+    row = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
+    penalize(row, Knobs(repetition_penalty=2.0), [0, 1, 2, 2], 2)
+    assert row.tolist() == [1.0, -4.0, 1.0, -2.0, 2.0]
+
+
+def test_presence_and_frequency_count_the_completion_only() -> None:
+    row = torch.zeros(4)
+    penalize(row, Knobs(presence_penalty=1.0, frequency_penalty=0.25), [0, 0, 1, 2, 2], 2)
+    assert row.tolist() == [0.0, -1.25, -1.5, 0.0]
+
+
+def test_nothing_is_penalized_before_there_is_a_completion() -> None:
+    row = torch.zeros(4)
+    penalize(row, Knobs(presence_penalty=1.0), [0, 1], 2)
+    assert row.tolist() == [0.0] * 4
+
+
+def test_what_would_end_is_banned_until_min_tokens() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, 2] = 9.0  # the model's end
+    row[0, 7] = 8.0
+    row[0, 5] = 7.0
+    asked = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (7,)}
+    assert pick(row, [sequence([1, 5], 1, **asked)]) == [5]
+    assert pick(row, [sequence([1, 5, 5], 1, **asked)]) == [2]
+    assert pick(row, [sequence([1, 5], 1, ignore_eos=True, **asked)]) == [2]
+
+
+def test_logits_are_left_as_they_are() -> None:
+    rows = logits()
+    before = rows.clone()
+    pick(rows, [sequence([1], min_tokens=1, seed=1, repetition_penalty=2.0)])
+    assert torch.equal(rows, before)
