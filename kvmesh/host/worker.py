@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +13,7 @@ from kvmesh.engine.factory import EngineConfig, create
 from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import OverloadedError
 from kvmesh.host.config import ModelConfig
+from kvmesh.host.desk import Running
 from kvmesh.host.process import Config, Life, Process, Service, main
 from kvmesh.rpc.server import Register
 from kvmesh.rpc.serving import Identity
@@ -58,14 +58,6 @@ class WorkerConfig(Config, Protocol):
 
 
 ConfigT = TypeVar("ConfigT", bound=WorkerConfig)
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A started engine, and what it says of itself."""
-
-    engine: AsyncEngine
-    info: EngineInfo
 
 
 WorkerApp = Callable[[Process, Running], Service]

@@ -2,7 +2,7 @@
 
 NIXL moves nothing by itself: what peers want of this process, and what they tell it, waits
 until somebody calls. So the thread calls every 0.3 ms while something is going on and ever
-more rarely, down to once in 25 ms, when nothing is.
+more rarely, down to once in 40 ms, when nothing is.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 25  # one read: about 5 ms on one host, in which nobody is answered
 _READING_SECONDS = 0.0002  # between two looks at reads that run by themselves
 _BUSY_SECONDS = 0.0003
-_IDLE_SECONDS = 0.025
-_IDLE_SHARE = 0.02  # of the time since something went on: 1.25 s until it is idle
+_IDLE_SECONDS = 0.04
+_IDLE_SHARE = 0.02  # of the time since something went on: 2 s until it is idle
 _PING_SECONDS = 0.1  # how soon a holder's death is seen while it should answer
 _CLOSE_SECONDS = 1.0  # for reads under way: to cut one off can upset its holder
 _MAX_PEERS = 256  # known at a time; the longest unused is forgotten first

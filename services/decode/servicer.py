@@ -1,17 +1,13 @@
 """`DecodeService` over an engine."""
 
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, cast
 
 import grpc.aio
 
-from kvmesh.clock import Clock
 from kvmesh.engine.base import (
-    AsyncEngine,
-    EngineInfo,
     EngineRequest,
     Finish,
     ResumeEngine,
@@ -19,13 +15,12 @@ from kvmesh.engine.base import (
     StepEngine,
 )
 from kvmesh.errors import InternalError, MeshError, SlowReaderError, TicketError
-from kvmesh.rpc.gate import Gate
-from kvmesh.rpc.serving import Identity, ServerCall, ServerStream
+from kvmesh.host.desk import EngineDesk
+from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import DECODE
-from kvmesh.telemetry import Tracer
 from kvmesh.types import Completion, KvTicket, Usage
 from kvmesh.v1 import decode_pb2, decode_pb2_grpc
-from kvmesh.wire import sampling_from_proto, ticket_from_proto, token_ids
+from kvmesh.wire import ticket_from_proto
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +34,9 @@ SERVICE_NAME = "kvmesh.v1.DecodeService"
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Runs each start on the engine, by whole steps where the engine can."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        info: EngineInfo,
-        *,
-        identity: Identity,
-        gate: Gate,
-        clock: Clock,
-        tracer: Tracer,
-    ) -> None:
-        self._engine = engine
-        self._info = info
-        self._identity = identity
-        self._gate = gate
-        self._clock = clock
-        self._tracer = tracer
-        self._numbers = itertools.count()
+    def __init__(self, desk: EngineDesk) -> None:
+        self._desk = desk
+        self._stepper = desk.engine if isinstance(desk.engine, StepEngine) else None
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add this to a server."""
@@ -65,25 +46,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest], context: Any
     ) -> None:
         """Serve one client's stream."""
-        stream = ServerStream(
-            DECODE, self._start, identity=self._identity, gate=self._gate, clock=self._clock
-        )
-        await stream.run(request_iterator, context)
+        await self._desk.serve(DECODE, self._start, request_iterator, context)
 
     def _start(self, start: decode_pb2.DecodeStart, call: ServerCall) -> None:
-        request = EngineRequest(
-            # Callers may repeat their ids; the engine's are its own.
-            request_id=f"{next(self._numbers):x}-{call.context.request_id}",
-            token_ids=token_ids(start.token_ids),
-            sampling=sampling_from_proto(start.sampling),
-            priority=call.context.priority,
-            traceparent=call.context.traceparent,
-        )
+        request = self._desk.request(start, call)
         ticket = ticket_from_proto(start.ticket) if start.HasField("ticket") else None
-        before = len(ticket.first_token_ids) if ticket and self._info.continues_first_token else 0
+        before = (
+            len(ticket.first_token_ids) if ticket and self._desk.info.continues_first_token else 0
+        )
         answer = _Answer(call, len(request.token_ids), before)
-        if isinstance(self._engine, StepEngine):
-            self._submit(self._engine, request, ticket, answer)
+        if self._stepper is not None:
+            self._submit(self._stepper, request, ticket, answer)
         else:
             call.spawn(self._iterate(request, ticket, answer))
 
@@ -94,7 +67,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         ticket: KvTicket | None,
         answer: "_Answer",
     ) -> None:
-        span = self._tracer.span("engine.decode", request.traceparent)
+        span = self._desk.tracer.span("engine.decode", request.traceparent)
         call = answer.call
 
         def sink(step: Step | Exception) -> None:
@@ -120,7 +93,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def _iterate(
         self, request: EngineRequest, ticket: KvTicket | None, answer: "_Answer"
     ) -> Completion:
-        with self._tracer.span("engine.decode", request.traceparent):
+        with self._desk.tracer.span("engine.decode", request.traceparent):
             async with _closing(self._steps(request, ticket)) as steps:
                 async for step in steps:
                     if not answer.add(step.token_ids):
@@ -131,10 +104,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _steps(self, request: EngineRequest, ticket: KvTicket | None) -> AsyncIterator[Step]:
         if ticket is None:
-            return self._engine.generate(request)
-        if not isinstance(self._engine, ResumeEngine):
-            raise TicketError(f"the engine {self._info.engine} can't resume from a ticket")
-        return self._engine.resume(request, ticket)
+            return self._desk.engine.generate(request)
+        if not isinstance(self._desk.engine, ResumeEngine):
+            raise TicketError(f"the engine {self._desk.info.engine} can't resume from a ticket")
+        return self._desk.engine.resume(request, ticket)
 
 
 class _Answer:

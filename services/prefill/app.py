@@ -2,8 +2,9 @@
 
 from kvmesh.config import ConfigError
 from kvmesh.engine.base import PrefillEngine
+from kvmesh.host.desk import EngineDesk, Running
 from kvmesh.host.process import Process, Service
-from kvmesh.host.worker import Running, worker_service
+from kvmesh.host.worker import worker_service
 from services.prefill.servicer import SERVICE_NAME, PrefillServicer
 
 
@@ -11,12 +12,5 @@ def app(process: Process, running: Running) -> Service:
     """Return the service around a started engine."""
     if not isinstance(running.engine, PrefillEngine):
         raise ConfigError(f"engine.name: {running.info.engine} can't prefill for other workers")
-    servicer = PrefillServicer(
-        running.engine,
-        running.info,
-        identity=process.identity,
-        gate=process.gate,
-        clock=process.clock,
-        tracer=process.telemetry.tracer,
-    )
+    servicer = PrefillServicer(EngineDesk(running, process), running.engine)
     return worker_service(process, running, {SERVICE_NAME: servicer.register})

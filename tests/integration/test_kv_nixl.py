@@ -383,7 +383,7 @@ class TestThrift:
         puller = open_puller()
         async with holding() as holder:
             await puller.pull(holder)
-            await asyncio.sleep(1.5)  # until it is idle
+            await asyncio.sleep(2.0)  # until it is idle
             spent = time.process_time()
             await asyncio.sleep(1.0)
             assert time.process_time() - spent < 0.05

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from kvmesh.clock import SystemClock
-from kvmesh.engine.base import EngineInfo
+from kvmesh.engine.base import EngineInfo, PrefillEngine
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.engine import SimEngine
 from kvmesh.engine.sim.faults import Faults
@@ -24,6 +24,8 @@ from kvmesh.errors import (
     OverloadedError,
     TicketError,
 )
+from kvmesh.host.desk import EngineDesk, Running
+from kvmesh.host.process import Process
 from kvmesh.host.worker import WorkerServicer, tickets_settled
 from kvmesh.kv.blocks import block_hashes
 from kvmesh.rpc.clients import (
@@ -39,8 +41,8 @@ from kvmesh.rpc.config import RpcConfig
 from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.server import serve
-from kvmesh.rpc.serving import Identity
-from kvmesh.telemetry import Tracer
+from kvmesh.telemetry import quiet_telemetry
+from kvmesh.testing.discovery import MemoryDiscovery
 from kvmesh.types import (
     BlocksStored,
     CacheSnapshot,
@@ -48,6 +50,7 @@ from kvmesh.types import (
     Context,
     FinishReason,
     KvTicket,
+    Role,
     Sampling,
     Worker,
 )
@@ -77,26 +80,36 @@ async def worker(name: str, config: SimConfig = FULL_SPEED) -> AsyncIterator[Rig
     engine = SimEngine(
         config, model="m", worker_id=name, epoch=epoch, clock=CLOCK, rng=random.Random(1)
     )
-    gate, identity = Gate(), Identity(name, epoch)
+    gate = Gate()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.aclose)
         info = await engine.start()
-        make = partial(_services, engine=engine, info=info, identity=identity, gate=gate)
-        server = await stack.enter_async_context(serve(RpcConfig(), make()))
+        process = Process(
+            id=name,
+            role=Role.DECODE,
+            epoch=epoch,
+            clock=CLOCK,
+            rng=random.Random(1),
+            telemetry=quiet_telemetry(),
+            discovery=MemoryDiscovery(),
+            gate=gate,
+            environ={},
+        )
+        desk = EngineDesk(Running(engine, info), process)
+        server = await stack.enter_async_context(serve(RpcConfig(), services(desk, process)))
         peer = Peer(Worker(name, epoch, f"127.0.0.1:{server.port}"), "test", RpcConfig())
         stack.push_async_callback(peer.aclose)
         yield Rig(engine, info, gate, peer)
 
 
-def _services(
-    engine: SimEngine, info: EngineInfo, identity: Identity, gate: Gate
-) -> dict[str, Callable[[grpc.aio.Server], None]]:
-    shared = {"identity": identity, "gate": gate, "clock": CLOCK, "tracer": Tracer()}
+def services(desk: EngineDesk, process: Process) -> dict[str, Callable[[grpc.aio.Server], None]]:
+    assert isinstance(desk.engine, PrefillEngine)
     return {
-        "kvmesh.v1.PrefillService": PrefillServicer(engine, info, **shared).register,
-        "kvmesh.v1.DecodeService": DecodeServicer(engine, info, **shared).register,
+        "kvmesh.v1.PrefillService": PrefillServicer(desk, desk.engine).register,
+        "kvmesh.v1.DecodeService": DecodeServicer(desk).register,
         "kvmesh.v1.WorkerService": partial(
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(engine, identity)
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server,
+            WorkerServicer(desk.engine, process.identity),
         ),
     }
 

@@ -56,7 +56,7 @@ def test_what_makes_no_difference_is_not(config: dict[str, Any]) -> None:
 
 
 def test_all_reasons_are_told() -> None:
-    with pytest.raises(EngineError, match="encoder and .*latent"):
+    with pytest.raises(EngineError, match=r"encoder and .*latent"):
         check(LLAMA | {"is_encoder_decoder": True, "kv_lora_rank": 1}, 1)
 
 

@@ -29,6 +29,13 @@ class TorchConfig:
             "min": 0,
         },
     )
+    pack_weights: bool = field(
+        default=True,
+        metadata={
+            "help": "Keep a second copy of float32 weights on a CPU, laid out for small batches; "
+            "made when several requests first decode at once."
+        },
+    )
     context_length: int = field(
         default=0,
         metadata={"help": "Most tokens of prompt plus completion; 0: the model's own.", "min": 0},

@@ -14,6 +14,7 @@ from kvmesh.engine.torch import support
 from kvmesh.engine.torch.attention import ATTENTION, IMPLEMENTATION, register
 from kvmesh.engine.torch.config import TorchConfig
 from kvmesh.engine.torch.memory import KvShape
+from kvmesh.engine.torch.packing import pack
 from kvmesh.errors import EngineError
 from kvmesh.models import ModelInfo, read_info
 
@@ -43,6 +44,8 @@ def load(folder: Path, config: TorchConfig) -> Loaded:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     dtype = _dtype(config.dtype, device)
     model = _load(folder, raw, dtype).to(device).eval()
+    if device.type == "cpu" and config.pack_weights:
+        pack(model)
     shape = _probe(model, raw, context_length)
     return Loaded(model, info, shape, device, context_length, _digest(folder))
 
@@ -59,7 +62,7 @@ def _dtype(name: str, device: Any) -> Any:
 
 
 def _load(folder: Path, raw: dict[str, Any], dtype: Any) -> Any:
-    # The auto classes would import each model family's registry first.
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -75,7 +78,7 @@ def _load(folder: Path, raw: dict[str, Any], dtype: Any) -> Any:
             attn_implementation=IMPLEMENTATION,
             local_files_only=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
         raise EngineError(f"the model in {folder} can't be loaded: {error}") from error
 
 
