@@ -1,7 +1,8 @@
 """How fast the torch engine is, beside transformers' generate() and vLLM on the same cores.
 
 Each runs in a process of its own and is asked in turn, so that what else the machine does
-hits all of them. Reported is each one's best round, and its ratio to the torch engine's.
+hits all of them. Reported are each one's best round, and its ratio to the torch engine's, the
+median of all rounds.
 
     python -m bench.engine [--model FOLDER]
 """
@@ -15,6 +16,7 @@ import json
 import multiprocessing
 import os
 import random
+import statistics
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,9 @@ from kvmesh.models import SMOLLM2, default_cache, read_info, resolve
 from kvmesh.types import Role, Sampling
 
 OURS = "torch"
+Results = Mapping[str, Mapping[str, Sequence[float]]]
+"""Seconds of each round, by contestant and task."""
+
 PROMPT = 128  # tokens before decoding is timed
 CONTEXT = 1024
 
@@ -126,17 +131,14 @@ class GenerateContestant:
         self._model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).eval()
 
     def time(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, float]:
-        """Time the first token, then the whole: the difference is the rest."""
-        first = self._generate(prompts, 1)
-        if tokens == 1:
-            return first, 0.0
-        return first, (self._generate(prompts, tokens) - first) / (tokens - 1)
-
-    def close(self) -> None:
-        """Do nothing: the process ends."""
-
-    def _generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Time one batch."""
         ids = self._torch.tensor([list(prompt) for prompt in prompts])
+        times: list[float] = []
+
+        def note(*_: Any, **__: Any) -> Any:
+            times.append(time.perf_counter())
+            return self._torch.zeros(len(prompts), dtype=self._torch.bool)
+
         begin = time.perf_counter()
         with self._torch.inference_mode():
             self._model.generate(
@@ -146,8 +148,12 @@ class GenerateContestant:
                 min_new_tokens=tokens,
                 do_sample=False,
                 pad_token_id=0,
+                stopping_criteria=[note],
             )
-        return time.perf_counter() - begin
+        return times[0] - begin, (times[-1] - times[0]) / max(1, tokens - 1)
+
+    def close(self) -> None:
+        """Do nothing: the process ends."""
 
 
 CONTESTANTS: Mapping[str, Callable[[Settings], Contestant]] = {
@@ -186,33 +192,36 @@ def tasks(settings: Settings) -> list[Task]:
     return [Task(*shape, seeds.getrandbits(32)) for shape in shapes]
 
 
-def compare(settings: Settings, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return each contestant's best seconds for each task, and how long each took to start."""
+def compare(settings: Settings, names: Sequence[str]) -> Results:
+    """Run all rounds; the start is a task too, of one round."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}
-    best: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for name in names:  # one after the other: each start has the machine for itself
         pipes[name], far = context.Pipe()
         context.Process(target=serve, args=(name, settings, far)).start()
-        best[name] = {"start": pipes[name].recv()}
+        results[name] = {"start": [pipes[name].recv()]}
     for number in range(settings.rounds + 1):
         for task in tasks(settings):
             for name in names:
                 pipes[name].send(task)
                 taken = pipes[name].recv()[0 if task.tokens == 1 else 1]
                 if number:  # the first round warms up
-                    best[name][task.name] = min(best[name].get(task.name, taken), taken)
+                    results[name].setdefault(task.name, []).append(taken)
     for pipe in pipes.values():
         pipe.send(None)
-    return best
+    return results
 
 
-def report(best: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table: milliseconds, and how many times ours."""
-    ours = best[OURS]
-    lines = ["".join([f"{'ms':24}", *(f"{name:>20}" for name in best)])]
-    for task, base in ours.items():
-        cells = [f"{best[name][task] * 1e3:.1f} ({best[name][task] / base:.2f})" for name in best]
+def report(results: Results) -> str:
+    """Return a table: the best milliseconds, and the median of how many times ours it took."""
+    lines = ["".join([f"{'ms':24}", *(f"{name:>20}" for name in results)])]
+    for task, ours in results[OURS].items():
+        cells = []
+        for contestant in results.values():
+            pairs = zip(contestant[task], ours, strict=True)
+            ratio = statistics.median(taken / base for taken, base in pairs)
+            cells.append(f"{min(contestant[task]) * 1e3:.1f} ({ratio:.2f})")
         lines.append("".join([f"{task:24}", *(f"{cell:>20}" for cell in cells)]))
     return "\n".join(lines)
 
@@ -224,7 +233,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=33, help="tokens per stream when decoding")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", nargs="*", default=[], choices=sorted(CONTESTANTS))
     parser.add_argument("--json", type=Path, help="write the seconds there")
     arguments = parser.parse_args()
@@ -235,10 +244,10 @@ def main() -> None:
     absent = set(arguments.without) - {OURS}
     if importlib.util.find_spec("vllm") is None:
         absent.add("vllm")
-    best = compare(settings, [name for name in CONTESTANTS if name not in absent])
-    print(report(best))
+    results = compare(settings, [name for name in CONTESTANTS if name not in absent])
+    print(report(results))
     if arguments.json:
-        arguments.json.write_text(json.dumps(best, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

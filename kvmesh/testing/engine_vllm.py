@@ -18,7 +18,8 @@ from kvmesh.models import SMOLLM2, default_cache, fetch_smollm2
 from kvmesh.testing.engine import EngineRig, Pair, Started, started
 from kvmesh.types import Role
 
-CONFIG = VllmConfig(max_model_len=1024, threads=1, kv_lease_seconds=30)
+# A test process has run gRPC, NIXL and PyTorch before: what forks it may hang.
+CONFIG = VllmConfig(max_model_len=1024, threads=1, kv_lease_seconds=30, fork=False)
 
 _workers = itertools.count()
 
@@ -47,7 +48,7 @@ class QuietVllmEngine(VllmEngine):
     """A vLLM engine in a process where warnings are errors: vLLM and torch warn of themselves."""
 
     async def start(self) -> EngineInfo:
-        """Start with warnings off, for the engine core too: it is forked."""
+        """Start with warnings off."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return await super().start()

@@ -3,11 +3,12 @@
 import random
 
 from kvmesh.clock import Clock
-from kvmesh.engine.batch_engine import BatchEngine, Traits
+from kvmesh.engine.batch_engine import BatchEngine
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.model import KvMemory
 from kvmesh.engine.sim.sequence import SimSequence
 from kvmesh.engine.sim.stepper import SimStepper
+from kvmesh.engine.stepper import Traits
 
 
 class SimEngine(BatchEngine[SimSequence]):

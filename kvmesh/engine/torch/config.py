@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvmesh.engine.batch_engine import Traits
+from kvmesh.engine.stepper import Traits
 from kvmesh.engine.vllm.settings import Seat
 from kvmesh.kv.transports import BACKENDS
 

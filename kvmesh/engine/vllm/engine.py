@@ -271,7 +271,7 @@ class VllmEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if cpu:
+        if cpu and self._config.fork:
             launch.fork_cores()
         endpoint = self._events_endpoint()
         arguments = settings.engine_args(self._config, self._seat, endpoint, cpu=cpu)

@@ -6,7 +6,8 @@ ends, which is how a worker killed outright leaves no orphan.
 
 On a CPU the engine core is forked, not spawned: it then has all of vLLM imported
 already (5 s to start instead of 20 s). Forking is only safe while the process has no
-gRPC server, exporter or NIXL agent running: start the engine before them.
+gRPC server, exporter or NIXL agent running: start the engine before them, or set
+`VllmConfig.fork` to false.
 """
 
 import asyncio

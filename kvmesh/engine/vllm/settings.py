@@ -39,6 +39,13 @@ class VllmConfig:
     threads: int = field(
         default=0, metadata={"help": "threads of a CPU engine; 0: all cores allowed", "min": 0}
     )
+    fork: bool = field(
+        default=True,
+        metadata={
+            "help": "fork the engine core of a CPU engine: three times quicker, and safe only in "
+            "a process that runs nothing else yet, as workers start"
+        },
+    )
     kv_lease_seconds: int = field(
         default=30, metadata={"help": "how long prefilled KV waits to be pulled", "min": 6}
     )
