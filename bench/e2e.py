@@ -75,11 +75,13 @@ def _measure(state: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for osl in options.osl:
         for concurrency in options.concurrency:
-            probe = _load(model, concurrency, 2 * concurrency, osl, 1)
+            # Prompts differ from run to run, or the prefix cache would answer for prefill.
+            seed = 2 * (1000 * osl + concurrency)
+            probe = _load(model, concurrency, 2 * concurrency, osl, seed)
             rate = 2 * concurrency / probe.seconds
             requests = max(2 * concurrency, int(rate * options.seconds))
             before = [_usage(p["pid"]) for p in processes]
-            measured = _load(model, concurrency, requests, osl, 2)
+            measured = _load(model, concurrency, requests, osl, seed + 1)
             after = [_usage(p["pid"]) for p in processes]
             rows = list(zip(processes, before, after, strict=True))
             results.append(_row(measured, osl, concurrency, rows))

@@ -17,6 +17,7 @@ from kvmesh.engine.base import EngineRequest, Finish, Prefilled
 from kvmesh.engine.batch_engine import BatchEngine
 from kvmesh.engine.torch import TorchConfig, TorchSequence
 from kvmesh.errors import EngineError, TicketError
+from kvmesh.kv.blocks import block_hashes
 from kvmesh.testing.engine_torch import CONFIG, CONTEXT_LENGTH, tiny_llama, torch_engine
 from kvmesh.types import FinishReason, Sampling
 
@@ -220,6 +221,15 @@ def test_a_prefix_is_taken_from_the_cache(bench: Bench) -> None:
     bench.run(generate(engine, ask(words(33))))
     _, finish = bench.run(collect(engine.generate(ask(words(33)))))
     assert finish.cached_tokens == 32
+
+
+@pytest.mark.parametrize("budget", [3, 5, 64])
+def test_every_full_block_is_cached(bench: Bench, budget: int) -> None:
+    engine = bench.engine(replace(CONFIG, max_batch_tokens=budget))
+    prompt = words(21)
+    [tokens] = bench.run(generate(engine, ask(prompt, 9)))
+    computed = [*prompt, *tokens[:-1]]  # the last one picked needs no KV
+    assert engine.snapshot() == block_hashes(computed, CONFIG.block_size, "tiny")
 
 
 @settings(max_examples=4, deadline=None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-_FEWEST, _MOST = 2, 31  # rows for which packed weights win
+_FEWEST, _MOST = 2, 16  # rows for which packed weights win
 
 
 def pack(model: Any) -> None:
