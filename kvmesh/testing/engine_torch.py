@@ -18,7 +18,14 @@ from kvmesh.testing.engine import EngineRig, Pair, Started, started
 from kvmesh.types import Role
 
 CONTEXT_LENGTH = 1024
-CONFIG = TorchConfig(block_size=4, kv_cache_mb=1, workspace_mb=64, max_batch_tokens=64, threads=1)
+CONFIG = TorchConfig(
+    block_size=4,
+    kv_cache_mb=1,
+    workspace_mb=64,
+    max_batch_tokens=64,
+    threads=1,
+    kv_transport="local",
+)
 
 _SPREAD = 0.3  # wide enough that no two tokens are nearly equally likely
 _workers = itertools.count()

@@ -69,7 +69,7 @@ class TorchConfig:
         default=5.0, metadata={"help": "Longest pull of a ticket's blocks.", "min": 0.001}
     )
     kv_transport: str = field(
-        default=BACKENDS[0],
+        default="nixl",
         metadata={"help": "How KV blocks move between workers.", "choices": BACKENDS},
     )
 

@@ -1,4 +1,4 @@
-"""The mesh on vLLM with a real model: prefill and decode apart, KV over NIXL."""
+"""The mesh with a real model on its real engines: prefill and decode apart, KV over NIXL."""
 
 import asyncio
 import json
@@ -24,26 +24,45 @@ QUESTIONS = (
     "Count from one to five in words.",
 )
 
-# vLLM in one process, without the mesh: the same model, the same numbers, one prompt at a time.
-ALONE = """
+# The engines in one process, without the mesh: same model, same numbers, one prompt at a time.
+VLLM_ALONE = """
 import json, sys
 from vllm import LLM, SamplingParams
 llm = LLM(model=sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2048,
           block_size=32, seed=0)
-texts = []
+answers = []
 for question in json.loads(sys.argv[2]):
     messages = [{"role": "user", "content": question}]
-    out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-    texts.append([out[0].outputs[0].text, out[0].outputs[0].finish_reason,
-                  len(out[0].prompt_token_ids), len(out[0].outputs[0].token_ids)])
-print("ALONE " + json.dumps(texts))
+    out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)[0]
+    answers.append([out.outputs[0].text, out.outputs[0].finish_reason,
+                    len(out.prompt_token_ids), len(out.outputs[0].token_ids)])
+print("ALONE " + json.dumps(answers))
 """
+TORCH_ALONE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+answers = []
+for question in json.loads(sys.argv[2]):
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    out = model.generate(ids, do_sample=False, max_new_tokens=24)[0][ids.shape[1]:]
+    ended = out[-1].item() == tokenizer.eos_token_id
+    answers.append([tokenizer.decode(out, skip_special_tokens=True),
+                    "stop" if ended else "length", ids.shape[1], len(out)])
+print("ALONE " + json.dumps(answers))
+"""
+ALONE = {"torch": TORCH_ALONE, "vllm": VLLM_ALONE}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    state = tmp_path_factory.mktemp("vllm") / "state"
-    async with cluster(state, "--engine", "vllm") as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(ALONE))
+async def mesh(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    state = tmp_path_factory.mktemp(request.param) / "state"
+    async with cluster(state, "--engine", request.param) as running:
         yield running
 
 
@@ -101,7 +120,7 @@ async def _grown(mesh: Cluster, decode: dict[str, Any], before: float) -> float:
     return now if now > before else 0.0
 
 
-async def test_streamed_and_not_and_every_client_get_the_text_of_vllm_alone(
+async def test_streamed_and_not_and_every_client_get_the_text_of_the_engine_alone(
     mesh: Cluster,
 ) -> None:
     got = await answers(mesh)
@@ -140,12 +159,12 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
 
 
 async def _alone(mesh: Cluster) -> list[Any]:
-    model = json.loads((mesh.state / "cluster.json").read_text())["model_path"]
+    started = json.loads((mesh.state / "cluster.json").read_text())
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        ALONE,
-        model,
+        ALONE[started["engine"]],
+        started["model_path"],
         json.dumps(QUESTIONS),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
