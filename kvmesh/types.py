@@ -10,6 +10,15 @@ from enum import StrEnum
 
 from kvmesh.errors import InvalidRequestError
 
+MAX_LOGIT_BIASES = 1024
+"""Tokens that one request may bias."""
+
+MAX_LOGPROBS = 20
+"""Tokens whose log probabilities one request may get at each position."""
+
+LOGPROB_FLOOR = -9999.0
+"""What an impossible token's log probability is given as: JSON has no infinity."""
+
 
 class Role(StrEnum):
     """The five kinds of process. Values are wire and command-line format."""
@@ -44,6 +53,10 @@ class Sampling:
     `InvalidRequestError` with the field at fault: temperature >= 0, 0 < top_p <= 1,
     top_k >= 1 or -1 for all, 0 <= min_p <= 1, penalties in [-2, 2],
     repetition_penalty > 0, 0 <= seed < 2**63, 1 <= max_tokens < 2**32.
+
+    `logit_bias` is pairs of a token id and what is added to its logit, in [-100, 100].
+    `logprobs` None: no log probabilities; 0: the sampled token's; up to 20: also those of
+    so many likeliest.
     """
 
     max_tokens: int | None = None
@@ -58,6 +71,8 @@ class Sampling:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no engine could honour."""
@@ -70,6 +85,8 @@ class Sampling:
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
                 field="min_tokens",
             )
+        if self.logit_bias:
+            _check_logit_bias(self.logit_bias)
 
 
 # Written so that NaN is outside every range.
@@ -84,7 +101,36 @@ _SAMPLING_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "frequency_penalty": (lambda v: -2 <= v <= 2, "between -2 and 2"),
     "repetition_penalty": (lambda v: 0 < v <= 100, "above 0 and at most 100"),
     "seed": (lambda v: 0 <= v < 2**63, "at least 0 and below 2**63"),
+    "logprobs": (lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
 }
+
+
+def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
+    def refuse(message: str) -> InvalidRequestError:
+        return InvalidRequestError(message, field="logit_bias")
+
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise refuse(f"logit_bias may have {MAX_LOGIT_BIASES} entries, got {len(pairs)}")
+    if len(dict(pairs)) < len(pairs):
+        raise refuse("logit_bias has a token id twice")
+    for token_id, bias in pairs:
+        if not 0 <= token_id < 2**32:
+            raise refuse(f"logit_bias has a token id out of range: {token_id}")
+        if not -100 <= bias <= 100:  # so written, NaN is outside
+            raise refuse(f"logit_bias must be between -100 and 100, got {bias} for {token_id}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely one sampled token was: natural logarithms, at most 0.
+
+    Of the model's own distribution, before temperature, penalties, biases and everything
+    else that sampling does. Finite: nothing is below `LOGPROB_FLOOR`. `top` is the
+    likeliest tokens and theirs, likeliest first; the sampled one need not be among them.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

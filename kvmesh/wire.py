@@ -28,6 +28,7 @@ from kvmesh.types import (
     Prompt,
     Sampling,
     TextPrompt,
+    TokenLogprob,
     TokenPrompt,
     Usage,
     Worker,
@@ -37,6 +38,7 @@ from kvmesh.v1 import (
     generation_pb2,
     inference_pb2,
     kv_pb2,
+    prefill_pb2,
     router_pb2,
     tokenizer_pb2,
     worker_pb2,
@@ -57,6 +59,7 @@ _OPTIONAL_SAMPLING = (
     "repetition_penalty",
     "seed",
     "ignore_eos",
+    "logprobs",
 )
 
 _FINISH_TO_PROTO = {
@@ -76,12 +79,55 @@ def sampling_to_proto(sampling: Sampling, out: generation_pb2.SamplingParams) ->
         if value is not None:
             setattr(out, name, value)
     out.stop_token_ids.extend(sampling.stop_token_ids)
+    if sampling.logit_bias:
+        out.logit_bias.update(sampling.logit_bias)
 
 
 def sampling_from_proto(message: generation_pb2.SamplingParams) -> Sampling:
-    """Read sampling knobs; absent ones take the defaults of `Sampling`."""
+    """Read sampling knobs; absent ones take the defaults of `Sampling`, biases come sorted."""
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
-    return Sampling(stop_token_ids=tuple(message.stop_token_ids), **given)
+    return Sampling(
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        **given,
+    )
+
+
+LogprobColumns = generation_pb2.TokenDelta | prefill_pb2.PrefillResult
+"""The messages that have columns of log probabilities beside their tokens."""
+
+
+def logprobs_fit(rows: Sequence[TokenLogprob] | None, out: LogprobColumns, tokens: int) -> bool:
+    """Return whether `rows` may follow what `out` has for its `tokens`, one row for each."""
+    if rows is None:
+        return not out.logprobs
+    return len(out.logprobs) == tokens and all(len(row.top) == out.top_count for row in rows)
+
+
+def logprobs_to_proto(rows: Sequence[TokenLogprob], out: LogprobColumns) -> None:
+    """Append rows to the columns of `out`. Their `top` are of one length, and `out`'s."""
+    if rows:
+        out.top_count = len(rows[0].top)
+    for row in rows:
+        out.logprobs.append(row.logprob)
+        out.top_token_ids.extend(token_id for token_id, _ in row.top)
+        out.top_logprobs.extend(logprob for _, logprob in row.top)
+
+
+def logprobs_from_proto(message: LogprobColumns) -> tuple[TokenLogprob, ...]:
+    """Read columns as rows; () where there are none. They must be of the lengths they say."""
+    count, rows = message.top_count, len(message.logprobs)
+    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=False))
+    if not len(top) == len(message.top_token_ids) == len(message.top_logprobs) == count * rows:
+        raise InvalidRequestError(
+            f"{rows} log probabilities with {count} more for each do not fit "
+            f"{len(message.top_token_ids)} ids and {len(message.top_logprobs)} values",
+            field="top_logprobs",
+        )
+    return tuple(
+        TokenLogprob(logprob, top[at * count : (at + 1) * count])
+        for at, logprob in enumerate(message.logprobs)
+    )
 
 
 def context_to_proto(context: Context, out: generation_pb2.RequestContext, clock: Clock) -> None:

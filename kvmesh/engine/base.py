@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from kvmesh.types import FinishReason, KvEvent, KvTicket, Load, Sampling
+from kvmesh.types import FinishReason, KvEvent, KvTicket, Load, Sampling, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,13 @@ class Step:
     """What one or more engine steps gave one request: new token ids, in order.
 
     The terminal step has `finish`; it may carry tokens too. A token that ended the
-    request (EOS or a stop token) is in `token_ids`, and counted.
+    request (EOS or a stop token) is in `token_ids`, and counted. `logprobs` has one
+    entry for each token where the request asks for them, all with as many `top`.
     """
 
     token_ids: Sequence[int]
     finish: Finish | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,14 @@ class Prefilled:
     Exactly one of `ticket` and `finish` is set: `finish` when prefill itself sampled
     the end (EOS, a stop token, max_tokens=1), and then `first_token_ids` is the whole
     answer. With concurrent hand-off engines the ticket comes before any token.
+    `logprobs` are of the first tokens, as in `Step`.
     """
 
     first_token_ids: Sequence[int]
     cached_tokens: int
     ticket: KvTicket | None = None
     finish: Finish | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
 
 
 @runtime_checkable

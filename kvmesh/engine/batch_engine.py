@@ -106,7 +106,9 @@ class BatchEngine(Generic[S]):
             if sequence.ticket is not None and self._parts is not None:
                 self._parts.handoff.release(sequence.ticket.ticket_id)
             raise
-        return Prefilled(step.token_ids, sequence.cached_tokens, sequence.ticket, step.finish)
+        return Prefilled(
+            step.token_ids, sequence.cached_tokens, sequence.ticket, step.finish, step.logprobs
+        )
 
     async def release(self, ticket_id: str) -> bool:
         """Free the blocks of a ticket; False if it is not held."""
@@ -259,7 +261,8 @@ class BatchEngine(Generic[S]):
                 sequence.sink = None
                 if finish is None:
                     self._lease(sequence)
-            sink(Step((token,), finish))
+            logprob = sequence.logprob
+            sink(Step((token,), finish, None if logprob is None else (logprob,)))
 
     def _lease(self, sequence: S) -> None:
         """Turn a computed prompt's blocks into a ticket's."""

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from kvmesh.engine.base import EngineRequest, Finish, StepSink
 from kvmesh.errors import ContextLengthError, InvalidRequestError
-from kvmesh.types import FinishReason, KvTicket
+from kvmesh.types import FinishReason, KvTicket, Sampling, TokenLogprob
 
 
 class Kind(Enum):
@@ -47,6 +47,7 @@ class BatchSequence:
     `tokens` are prompt and completion, the first `computed` have KV. `hashes` name its full
     blocks. No token of `banned` is picked before there are `least` tokens. `left` is how
     many may still be picked. `sink` is None once nobody listens. Bigger `key` goes first.
+    `logprob` is the newest picked token's, where the request asks for it.
 
     Building one raises `InvalidRequestError`, with its field, for what can never run.
     """
@@ -62,6 +63,7 @@ class BatchSequence:
         "kind",
         "least",
         "left",
+        "logprob",
         "phase",
         "prompt_length",
         "request",
@@ -82,6 +84,7 @@ class BatchSequence:
         first = ticket.first_token_ids if ticket is not None else ()
         sampling = request.sampling
         _check_tokens(request.token_ids, limits.vocab_size)
+        check_sampling(sampling, limits.vocab_size)
         self.left = _max_tokens(request, len(first), limits.longest) - len(first)
         self.request = request
         self.kind = kind
@@ -103,6 +106,7 @@ class BatchSequence:
         self.hashes: list[int] = []
         self.cached_tokens = -1
         self.computed = 0
+        self.logprob: TokenLogprob | None = None
 
     @property
     def last_position(self) -> int:
@@ -123,6 +127,21 @@ class BatchSequence:
         if token in self.ends:
             return Finish(FinishReason.STOP, self.cached_tokens)
         return None if self.left else Finish(FinishReason.LENGTH, self.cached_tokens)
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raise `InvalidRequestError`, with its field, for token ids outside of the vocabulary."""
+    for token_id in sampling.stop_token_ids:
+        _check_token(token_id, vocab_size, "stop_token_ids")
+    for token_id, _ in sampling.logit_bias:
+        _check_token(token_id, vocab_size, "logit_bias")
+
+
+def _check_token(token_id: int, vocab_size: int, field: str) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequestError(
+            f"{field} has the token id {token_id}, outside of 0 to {vocab_size - 1}", field=field
+        )
 
 
 def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:

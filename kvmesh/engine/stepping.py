@@ -3,6 +3,7 @@
 import asyncio
 
 from kvmesh.engine.base import Finish, Step
+from kvmesh.types import TokenLogprob
 
 
 class StepInbox:
@@ -13,6 +14,7 @@ class StepInbox:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self._arrived = asyncio.Event()
@@ -23,6 +25,8 @@ class StepInbox:
             self._error = item
         else:
             self._tokens.extend(item.token_ids)
+            if item.logprobs is not None:
+                self._logprobs.extend(item.logprobs)
             self._finish = item.finish
         self._arrived.set()
 
@@ -31,8 +35,9 @@ class StepInbox:
         await self._arrived.wait()
         if self._error is not None and not self._tokens:
             raise self._error
-        step = Step(tuple(self._tokens), self._finish)
+        step = Step(tuple(self._tokens), self._finish, tuple(self._logprobs) or None)
         self._tokens.clear()
+        self._logprobs.clear()
         if self._error is None:
             self._arrived.clear()
         return step

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
 
 import grpc.aio
@@ -20,13 +20,15 @@ from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import DECODE
 from kvmesh.types import Completion, KvTicket, Usage
 from kvmesh.v1 import decode_pb2, decode_pb2_grpc
-from kvmesh.wire import ticket_from_proto
+from kvmesh.wire import logprobs_fit, logprobs_to_proto, ticket_from_proto
 
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_TOKENS = 4096
 """Tokens of one request that its reader has not taken; past it the request fails."""
 
+MAX_UNSENT_TOP_TOKENS = 16_384
+"""The same, for the likeliest tokens beside them."""
 
 SERVICE_NAME = "kvmesh.v1.DecodeService"
 
@@ -75,7 +77,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 span.end(step)
                 call.fail(_mesh_error(step, request))
                 return
-            if not answer.add(step.token_ids):
+            if not answer.add(step):
                 engine.cancel(request.request_id)
                 span.end()
                 call.fail(SlowReaderError("the reader of this request fell behind"))
@@ -96,7 +98,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with self._desk.tracer.span("engine.decode", request.traceparent):
             async with _closing(self._steps(request, ticket)) as steps:
                 async for step in steps:
-                    if not answer.add(step.token_ids):
+                    if not answer.add(step):
                         raise SlowReaderError("the reader of this request fell behind")
                     if step.finish is not None:
                         return answer.completion(step.finish)
@@ -121,17 +123,22 @@ class _Answer:
         self._before = before
         self._offset = 0
 
-    def add(self, ids: Sequence[int]) -> bool:
-        """Add tokens to the unsent message; False when too many of them are unsent."""
+    def add(self, step: Step) -> bool:
+        """Add a step's tokens to the unsent message; False when too many are unsent."""
+        ids, logprobs = step.token_ids, step.logprobs
         if not ids:
             return True
         outbox, stream_id = self.call.outbox, self.call.stream_id
         delta: Any = outbox.slots.get(stream_id)
-        if delta is None:
+        if delta is None or not logprobs_fit(logprobs, delta, len(delta.token_ids)):
             delta = outbox.next().deltas.add(stream_id=stream_id, offset=self._offset)
             outbox.slots[stream_id] = delta
         delta.token_ids.extend(ids)
         self._offset += len(ids)
+        if logprobs is not None:
+            logprobs_to_proto(logprobs, delta)
+            if len(delta.top_token_ids) > MAX_UNSENT_TOP_TOKENS:
+                return False
         return len(delta.token_ids) <= MAX_UNSENT_TOKENS
 
     def completion(self, finish: Finish) -> Completion:

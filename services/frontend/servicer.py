@@ -152,6 +152,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not message.HasField("input"):
             raise InvalidRequestError("input is required", field="input")
         given = message.input
+        if given.sampling.HasField("logprobs"):
+            raise InvalidRequestError("logprobs are not supported here", field="logprobs")
         latest = self._process.clock.now() + self._request_seconds
         return Request(
             model=model.removeprefix(_PREFIX),

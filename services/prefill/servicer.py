@@ -11,7 +11,7 @@ from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import PREFILL
 from kvmesh.types import Completion, Usage
 from kvmesh.v1 import prefill_pb2, prefill_pb2_grpc
-from kvmesh.wire import ticket_to_proto
+from kvmesh.wire import logprobs_to_proto, ticket_to_proto
 
 SERVICE_NAME = "kvmesh.v1.PrefillService"
 
@@ -48,6 +48,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         if prefilled.finish is not None or self._desk.info.continues_first_token:
             result.first_token_ids.extend(prefilled.first_token_ids)
+            logprobs_to_proto(prefilled.logprobs or (), result)
         if prefilled.ticket is not None:
             ticket_to_proto(prefilled.ticket, result.ticket)
         return _completion(request, prefilled)

@@ -30,7 +30,7 @@ from kvmesh.errors import (
 )
 from kvmesh.kv.blocks import block_hashes
 from kvmesh.testing.engine import EngineRig, Pair, Started
-from kvmesh.testing.rigs import RIGS, SLOW, STEPPING
+from kvmesh.testing.rigs import LOGITS, RIGS, SLOW, STEPPING
 from kvmesh.types import (
     BlocksCleared,
     BlocksRemoved,
@@ -39,6 +39,7 @@ from kvmesh.types import (
     KvEvent,
     KvTicket,
     Sampling,
+    TokenLogprob,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -237,6 +238,20 @@ class TestRefusals:
 
     async def test_negative_id(self, rig: EngineRig, single: Started) -> None:
         await self.refused(single, ask([-1, *rig.prompt(3)]))
+
+    @pytest.mark.parametrize("token_id", [0, 1], ids=["first", "second"])
+    async def test_stop_token_outside_of_the_vocabulary(
+        self, rig: EngineRig, single: Started, token_id: int
+    ) -> None:
+        outside = single.info.vocab_size + token_id
+        error = await self.refused(single, ask(rig.prompt(3), stop_token_ids=(1, outside)))
+        assert error.field == "stop_token_ids"
+        assert str(outside) in error.message
+
+    async def test_bias_outside_of_the_vocabulary(self, rig: EngineRig, single: Started) -> None:
+        outside = ((single.info.vocab_size, 5.0),)
+        error = await self.refused(single, ask(rig.prompt(3), logit_bias=outside))
+        assert error.field == "logit_bias"
 
     async def test_prompt_over_the_context(self, rig: EngineRig, single: Started) -> None:
         error = await self.refused(single, ask(rig.prompt(single.info.context_length + 1), 1))
@@ -463,6 +478,110 @@ async def drain(items: asyncio.Queue[Step | Exception]) -> AsyncIterator[Step]:
         yield item
         if item.finish is not None:
             return
+
+
+def with_marks(names: frozenset[str]) -> list[object]:
+    return [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(names)]
+
+
+@pytest.mark.parametrize("rig", with_marks(LOGITS), indirect=True)
+class TestLogits:
+    async def test_greedy_picks_the_likeliest(self, rig: EngineRig, single: Started) -> None:
+        plain, _ = await generate(single, ask(rig.prompt(9), 6, ignore_eos=True))
+        steps = single.engine.generate(ask(rig.prompt(9), 6, ignore_eos=True, logprobs=3))
+        tokens, rows = await measured(steps)
+        assert tokens == plain
+        for token, row in zip(tokens, rows, strict=True):
+            values = [value for _, value in row.top]
+            assert row.top[0] == (token, row.logprob)
+            assert values == sorted(values, reverse=True)
+            assert len(values) == 3
+            assert all(-9999 <= value <= 0 for value in values)
+
+    async def test_the_sampled_tokens_alone(self, rig: EngineRig, single: Started) -> None:
+        _, three = await measured(single.engine.generate(ask(rig.prompt(9), 4, logprobs=3)))
+        _, none = await measured(single.engine.generate(ask(rig.prompt(9), 4, logprobs=0)))
+        assert [row.top for row in none] == [()] * len(none)
+        assert [row.logprob for row in none] == pytest.approx(
+            [row.logprob for row in three], abs=1e-3
+        )
+
+    async def test_none_unless_asked_for(self, rig: EngineRig, single: Started) -> None:
+        async for step in single.engine.generate(ask(rig.prompt(9), 3)):
+            assert step.logprobs is None
+
+    async def test_a_bias_decides(self, rig: EngineRig, single: Started) -> None:
+        plain, _ = await generate(single, ask(rig.prompt(9), 4, ignore_eos=True))
+        wanted = next(token for token in range(10, 30) if token not in plain)
+        forced = ask(rig.prompt(9), 4, ignore_eos=True, logit_bias=((wanted, 100.0),))
+        assert (await generate(single, forced))[0] == [wanted] * 4
+        barred = ask(rig.prompt(9), 4, ignore_eos=True, logit_bias=((plain[0], -100.0),))
+        assert plain[0] not in (await generate(single, barred))[0]
+
+    async def test_a_bias_leaves_logprobs_alone(self, rig: EngineRig, single: Started) -> None:
+        # Each token still is as likely as the model has it.
+        _, plain = await measured(single.engine.generate(ask(rig.prompt(9), 1, logprobs=2)))
+        second, value = plain[0].top[1]
+        forced = ask(rig.prompt(9), 1, logprobs=2, logit_bias=((second, 100.0),))
+        tokens, rows = await measured(single.engine.generate(forced))
+        assert tokens == [second]
+        assert rows[0].logprob == pytest.approx(value, abs=1e-3)
+        assert [token for token, _ in rows[0].top] == [token for token, _ in plain[0].top]
+
+    async def test_a_hand_off_changes_no_logprob(self, rig: EngineRig, pair: Pair) -> None:
+        def request() -> EngineRequest:
+            return ask(rig.prompt(19, 40), 6, ignore_eos=True, logprobs=3)
+
+        tokens, rows = await measured(pair.decode.engine.generate(request()))
+        prefilled = await prefill(pair.prefill, request())
+        assert prefilled.ticket is not None
+        assert prefilled.logprobs is not None
+        first, of_first = list(prefilled.first_token_ids), list(prefilled.logprobs)
+        assert first == tokens[: len(first)]
+        assert_alike(of_first, rows[: len(first)])
+        rest, of_rest = await measured(resume(pair.decode, request(), prefilled.ticket))
+        if pair.decode.info.continues_first_token:
+            rest, of_rest = first + rest, of_first + of_rest
+        assert rest == tokens
+        assert_alike(of_rest, rows)
+
+    async def test_a_prefill_that_is_all_has_logprobs(self, rig: EngineRig, pair: Pair) -> None:
+        prefilled = await prefill(pair.prefill, ask(rig.prompt(19, 41), 1, logprobs=1))
+        assert prefilled.finish is not None
+        assert prefilled.logprobs is not None
+        assert [row.top[0][0] for row in prefilled.logprobs] == list(prefilled.first_token_ids)
+
+
+async def measured(steps: AsyncIterator[Step]) -> tuple[list[int], list[TokenLogprob]]:
+    """Return all tokens and how likely they were: each step has as many of both."""
+    tokens: list[int] = []
+    rows: list[TokenLogprob] = []
+    async for step in steps:
+        assert len(step.logprobs or ()) == len(step.token_ids)
+        tokens.extend(step.token_ids)
+        rows.extend(step.logprobs or ())
+    return tokens, rows
+
+
+def assert_alike(rows: Sequence[TokenLogprob], others: Sequence[TokenLogprob]) -> None:
+    for row, other in zip(rows, others, strict=True):
+        assert row.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [token for token, _ in row.top] == [token for token, _ in other.top]
+        assert [v for _, v in row.top] == pytest.approx([v for _, v in other.top], abs=1e-3)
+
+
+@pytest.mark.parametrize("rig", sorted(set(RIGS) - LOGITS), indirect=True)
+class TestNoLogits:
+    @pytest.mark.parametrize(
+        ("field", "value"), [("logprobs", 0), ("logprobs", 3), ("logit_bias", ((1, 1.0),))]
+    )
+    async def test_what_needs_logits_is_refused(
+        self, rig: EngineRig, single: Started, field: str, value: object
+    ) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            await generate(single, ask(rig.prompt(3), **{field: value}))
+        assert caught.value.field == field
+        await idle(single.engine)
 
 
 class TestLife:

@@ -102,6 +102,18 @@ async def test_stream_generate_says_the_same(stub: Any) -> None:
             InvalidRequestError,
             "seed",
         ),
+        (
+            NAME,
+            given(sampling=generation_pb2.SamplingParams(logprobs=0)),
+            InvalidRequestError,
+            "logprobs",
+        ),
+        (
+            NAME,
+            given(sampling=generation_pb2.SamplingParams(logit_bias={5: 101})),
+            InvalidRequestError,
+            "logit_bias",
+        ),
     ],
 )
 async def test_bad_input_is_refused_by_name(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvmesh.engine.base import EngineRequest
 from kvmesh.engine.sequence import Kind, Limits
-from kvmesh.engine.torch.sampler import noise, penalize, pick, probabilities
+from kvmesh.engine.torch.sampler import measure, noise, penalize, pick, probabilities
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence
-from kvmesh.types import Sampling
+from kvmesh.types import LOGPROB_FLOOR, Sampling, TokenLogprob
 
 VOCAB = 200
 LIMITS = Limits(VOCAB, 1 << 20, frozenset((2,)), VOCAB)
@@ -174,3 +174,80 @@ def test_logits_are_left_as_they_are() -> None:
     before = rows.clone()
     pick(rows, [sequence([1], min_tokens=1, seed=1, repetition_penalty=2.0)])
     assert torch.equal(rows, before)
+
+
+def test_a_bias_forces_a_token_or_forbids_it() -> None:
+    rows = logits()
+    best, second, *_, worst = ranked(rows[0])
+    forced, forbidden = ((worst, 100.0),), ((best, -100.0),)
+    assert pick(rows, [sequence([1], temperature=0.0, logit_bias=forced)]) == [worst]
+    assert pick(rows, [sequence([1], temperature=0.0, logit_bias=forbidden)]) == [second]
+    for seed in range(50):
+        assert pick(rows, [sequence([1], seed=seed, logit_bias=forced)]) == [worst]
+        assert pick(rows, [sequence([1], seed=seed, logit_bias=forbidden)]) != [best]
+
+
+def test_biases_are_added_before_the_penalties_and_lift_no_ban() -> None:
+    row = torch.tensor([[4.0, 0.0, 0.0, 1.0]])
+    asked = {"temperature": 0.0, "repetition_penalty": 2.0, "logit_bias": ((1, 6.0),)}
+    assert pick(row, [sequence([1], **asked)]) == [0]  # 6 / 2 is below 4
+    ban = {"temperature": 0.0, "min_tokens": 1, "logit_bias": ((2, 100.0),)}
+    assert pick(row, [sequence([1], **ban)]) == [0]
+
+
+def test_a_bias_is_one_requests_own() -> None:
+    rows = logits(rows=2)
+    biased = sequence([1], temperature=0.0, logit_bias=((7, 100.0),))
+    assert pick(rows, [biased, sequence([1], temperature=0.0)]) == [7, int(rows[1].argmax())]
+
+
+def one_measured(row: Any, token: int, **sampling: Any) -> TokenLogprob:
+    (found,) = measure(row[None], [sequence([1], **sampling)], [token])
+    assert found is not None
+    return found
+
+
+def test_logprobs_are_those_of_the_models_own_distribution() -> None:
+    row = logits()[0]
+    expected = torch.log_softmax(row, -1)
+    found = one_measured(
+        row, 9, logprobs=5, temperature=0.2, logit_bias=((9, 50.0),), repetition_penalty=1.7
+    )
+    assert found.logprob == pytest.approx(float(expected[9]))
+    assert [token for token, _ in found.top] == ranked(row)[:5]
+    assert [value for _, value in found.top] == pytest.approx(expected[ranked(row)[:5]].tolist())
+
+
+def test_only_those_who_ask_get_logprobs() -> None:
+    rows = logits(rows=3)
+    asked = [sequence([1]), sequence([1], logprobs=0), sequence([1], logprobs=2)]
+    none, sampled, top = measure(rows, asked, [3, 4, 5])
+    assert none is None
+    assert sampled is not None
+    assert sampled.top == ()
+    assert sampled.logprob == pytest.approx(float(torch.log_softmax(rows[1], -1)[4]))
+    assert top is not None
+    assert len(top.top) == 2
+
+
+def test_a_small_vocabulary_has_no_more_than_itself() -> None:
+    assert len(one_measured(torch.zeros(4), 0, logprobs=20).top) == 4
+
+
+@pytest.mark.parametrize("worst", [-torch.inf, torch.nan, torch.inf])
+def test_a36_logprobs_are_finite_whatever_the_logits(worst: float) -> None:
+    row = torch.tensor([1.0, worst, 0.0])
+    found = one_measured(row, 1, logprobs=3)
+    values = [found.logprob, *(value for _, value in found.top)]
+    assert all(LOGPROB_FLOOR <= value <= 0 for value in values)
+
+
+def test_a36_the_impossible_is_at_the_floor() -> None:
+    found = one_measured(torch.tensor([0.0, -torch.inf]), 1, logprobs=2)
+    assert found == TokenLogprob(LOGPROB_FLOOR, ((0, 0.0), (1, LOGPROB_FLOOR)))
+
+
+def test_half_precision_logits_are_measured_in_single() -> None:
+    row = logits()[0].to(torch.bfloat16)
+    expected = float(torch.log_softmax(row.float(), -1)[3])
+    assert one_measured(row, 3, logprobs=0).logprob == pytest.approx(expected)

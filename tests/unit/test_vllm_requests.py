@@ -1,5 +1,6 @@
 """How requests go to vLLM and answers come back."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ from kvmesh.engine.vllm.requests import (
     check_request,
     completion_limit,
     finish_of,
+    logprobs_of,
     sampling_arguments,
 )
 from kvmesh.errors import ContextLengthError, EngineError, InvalidRequestError
-from kvmesh.types import FinishReason, Sampling
+from kvmesh.types import LOGPROB_FLOOR, FinishReason, Sampling, TokenLogprob
 
 EOS = frozenset({2})
 
@@ -31,6 +33,16 @@ def test_bad_prompts_are_refused(token_ids: list[int]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_request(ask(token_ids, max_tokens=1), context_length=10, vocab_size=10)
     assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("stop_token_ids", (9, 10)), ("logit_bias", ((9, 1.0), (10, 1.0)))]
+)
+def test_a44_ids_outside_of_the_vocabulary_are_refused(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="10") as caught:
+        check_request(ask([1], max_tokens=1, **{field: value}), context_length=10, vocab_size=10)
+    assert caught.value.field == field
+    check_request(ask([1], max_tokens=1, **{field: value}), context_length=10, vocab_size=11)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +102,45 @@ def test_failures_are_errors(finish_reason: str) -> None:
     completion = SimpleNamespace(finish_reason=finish_reason, stop_reason=None)
     with pytest.raises(EngineError, match=finish_reason):
         finish_of(completion, 0)
+
+
+def test_biases_and_logprobs_go_to_vllm_as_it_wants_them() -> None:
+    arguments = sampling_arguments(Sampling(logit_bias=((5, 1.5),), logprobs=0), {}, EOS, 9)
+    assert (arguments["logit_bias"], arguments["logprobs"]) == ({5: 1.5}, 0)
+    neutral = sampling_arguments(Sampling(), {}, EOS, 9)
+    assert (neutral["logit_bias"], neutral["logprobs"]) == (None, None)
+
+
+def entry(logprob: float, rank: int) -> SimpleNamespace:
+    return SimpleNamespace(logprob=logprob, rank=rank)
+
+
+def test_logprobs_are_the_sampled_tokens_and_the_likeliest_in_order() -> None:
+    inside = {7: entry(-1.5, 2), 3: entry(-0.5, 1)}
+    outside = {9: entry(-8.0, 40), 3: entry(-0.5, 1), 7: entry(-1.5, 2)}
+    completion = SimpleNamespace(token_ids=[7, 9], logprobs=[inside, outside])
+    top = ((3, -0.5), (7, -1.5))
+    assert logprobs_of(completion, 2) == (TokenLogprob(-1.5, top), TokenLogprob(-8.0, top))
+
+
+def test_only_the_sampled_tokens_logprob_has_no_top() -> None:
+    completion = SimpleNamespace(token_ids=[7], logprobs=[{7: entry(-1.5, 2)}])
+    assert logprobs_of(completion, 0) == (TokenLogprob(-1.5),)
+
+
+def test_no_logprobs_are_read_unless_asked_for() -> None:
+    assert logprobs_of(SimpleNamespace(token_ids=[7], logprobs=None), None) is None
+    assert logprobs_of(SimpleNamespace(token_ids=[], logprobs=None), 3) == ()
+
+
+def test_missing_logprobs_are_an_error() -> None:
+    with pytest.raises(EngineError, match="0 log probabilities for 1"):
+        logprobs_of(SimpleNamespace(token_ids=[7], logprobs=None), 3)
+
+
+@pytest.mark.parametrize("worst", [-math.inf, math.nan])
+def test_a36_logprobs_from_vllm_are_finite(worst: float) -> None:
+    row = {7: entry(worst, 2), 3: entry(-0.5, 1)}
+    completion = SimpleNamespace(token_ids=[7], logprobs=[row])
+    expected = TokenLogprob(LOGPROB_FLOOR, ((3, -0.5), (7, LOGPROB_FLOOR)))
+    assert logprobs_of(completion, 2) == (expected,)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,12 +25,20 @@ from kvmesh.types import (
     Prompt,
     Sampling,
     TextPrompt,
+    TokenLogprob,
     TokenPrompt,
     Usage,
     Worker,
     WorkerEvent,
 )
-from kvmesh.v1 import generation_pb2, kv_pb2, router_pb2, tokenizer_pb2, worker_pb2
+from kvmesh.v1 import (
+    generation_pb2,
+    kv_pb2,
+    prefill_pb2,
+    router_pb2,
+    tokenizer_pb2,
+    worker_pb2,
+)
 from kvmesh.wire import (
     completion_from_proto,
     completion_to_proto,
@@ -37,6 +46,9 @@ from kvmesh.wire import (
     context_to_proto,
     event_from_proto,
     event_to_proto,
+    logprobs_fit,
+    logprobs_from_proto,
+    logprobs_to_proto,
     plan_from_proto,
     plan_to_proto,
     prompt_from_proto,
@@ -62,7 +74,13 @@ samplings = st.builds(
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop_token_ids=st.lists(uint32).map(tuple),
     ignore_eos=st.booleans(),
+    logit_bias=st.dictionaries(uint32, st.floats(-100, 100)).map(
+        lambda d: tuple(sorted(d.items()))
+    ),
+    logprobs=st.none() | st.integers(0, 20),
 )
+# What a float of protobuf holds exactly.
+logprobs = st.floats(-9999, 0, width=32)
 
 
 class FixedClock:
@@ -109,6 +127,7 @@ def test_a11_explicit_zeros_stay_zeros_and_absent_stays_absent() -> None:
         ("repetition_penalty", 0.0),
         ("seed", -1),
         ("max_tokens", 0),
+        ("logprobs", 21),
     ],
 )
 def test_sampling_out_of_range_names_its_field(field: str, value: float) -> None:
@@ -117,6 +136,98 @@ def test_sampling_out_of_range_names_its_field(field: str, value: float) -> None
     with pytest.raises(InvalidRequestError) as caught:
         sampling_from_proto(message)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        ((5, 100.1),),
+        ((5, -101.0),),
+        ((5, math.nan),),
+        ((5, math.inf),),
+        ((-1, 1.0),),
+        ((2**32, 1.0),),
+        ((5, 1.0), (5, 2.0)),
+        tuple((n, 1.0) for n in range(1025)),
+    ],
+    ids=["over", "under", "nan", "inf", "negative", "wide", "twice", "many"],
+)
+def test_a44_biases_that_no_engine_could_honour_name_their_field(
+    pairs: tuple[tuple[int, float], ...],
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Sampling(logit_bias=pairs)
+    assert caught.value.field == "logit_bias"
+
+
+def test_as_many_biases_as_there_may_be_are_taken() -> None:
+    Sampling(logit_bias=tuple((n, -100.0) for n in range(1024)))
+
+
+def test_no_logprobs_and_only_the_sampled_tokens_are_different() -> None:
+    message = generation_pb2.SamplingParams()
+    assert sampling_from_proto(message).logprobs is None
+    sampling_to_proto(Sampling(logprobs=0), message)
+    assert sampling_from_proto(message).logprobs == 0
+
+
+def rows_of(count: int) -> st.SearchStrategy[tuple[TokenLogprob, ...]]:
+    top = st.lists(st.tuples(uint32, logprobs), min_size=count, max_size=count).map(tuple)
+    return st.lists(st.builds(TokenLogprob, logprobs, top)).map(tuple)
+
+
+two_parts = st.integers(0, 3).flatmap(lambda count: st.tuples(rows_of(count), rows_of(count)))
+
+
+@pytest.mark.parametrize("columns", [generation_pb2.TokenDelta, prefill_pb2.PrefillResult])
+@given(parts=two_parts)
+def test_logprobs_arrive_as_they_were_sent_in_one_part_or_two(
+    columns: type[generation_pb2.TokenDelta | prefill_pb2.PrefillResult],
+    parts: tuple[tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]],
+) -> None:
+    message = columns()
+    for part in parts:
+        logprobs_to_proto(part, message)
+    received = columns.FromString(message.SerializeToString())
+    assert logprobs_from_proto(received) == parts[0] + parts[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "fits"),
+    [
+        ((TokenLogprob(-2.0, ((3, -1.0),)),), True),
+        ((TokenLogprob(-2.0),), False),
+        ((TokenLogprob(-2.0, ((3, -1.0), (4, -2.0))),), False),
+        (None, False),
+    ],
+)
+def test_only_rows_of_the_same_length_follow(
+    rows: tuple[TokenLogprob, ...] | None, fits: bool
+) -> None:
+    delta = generation_pb2.TokenDelta(token_ids=[7])
+    logprobs_to_proto((TokenLogprob(-1.0, ((7, -1.0),)),), delta)
+    assert logprobs_fit(rows, delta, 1) is fits
+
+
+def test_rows_do_not_follow_tokens_without_any() -> None:
+    delta = generation_pb2.TokenDelta(token_ids=[7])
+    assert logprobs_fit(None, delta, 1)
+    assert not logprobs_fit((TokenLogprob(-1.0),), delta, 1)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"logprobs": [-1.0], "top_count": 2, "top_token_ids": [1], "top_logprobs": [-1.0]},
+        {"logprobs": [-1.0], "top_count": 1, "top_token_ids": [1]},
+        {"logprobs": [-1.0], "top_token_ids": [1], "top_logprobs": [-1.0]},
+        {"top_count": 1, "top_token_ids": [1], "top_logprobs": [-1.0]},
+    ],
+)
+def test_columns_of_other_lengths_than_they_say_are_refused(columns: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        logprobs_from_proto(generation_pb2.TokenDelta(**columns))
+    assert caught.value.field == "top_logprobs"
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 2**64])

@@ -14,7 +14,7 @@ from kvmesh.engine.sim.config import NAME, SimConfig
 from kvmesh.engine.sim.faults import Injector
 from kvmesh.engine.sim.model import KvMemory
 from kvmesh.engine.sim.sequence import SimSequence
-from kvmesh.errors import EngineError, OverloadedError, TransferError
+from kvmesh.errors import EngineError, InvalidRequestError, OverloadedError, TransferError
 from kvmesh.kv.base import KvTransport, OnPulled
 from kvmesh.kv.transports import open_host_pool
 from kvmesh.types import KvTicket
@@ -81,6 +81,10 @@ class SimStepper:
         config = self._config
         if config.faults.refuse == kind.value:
             raise OverloadedError(f"{kind.value} is refused (injected)")
+        if request.sampling.logit_bias:
+            raise _no_logits("logit_bias")
+        if request.sampling.logprobs is not None:
+            raise _no_logits("logprobs")
         sequence = SimSequence(request, kind, ticket, sink, config.limits)
         samples_eos = config.eos_probability > 0 or config.sample_from <= config.eos_token_id
         sequence.special = bool(samples_eos or sequence.stops or sequence.banned)
@@ -139,3 +143,7 @@ class SimStepper:
         if self._computer is None:
             raise EngineError("the engine has no pool")
         return self._computer
+
+
+def _no_logits(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the simulated engine has no logits for {field}", field=field)

@@ -7,6 +7,10 @@ from kvmesh.engine.base import Finish
 from kvmesh.engine.batch import Batch
 from kvmesh.engine.sequence import Kind, Phase
 from kvmesh.engine.torch.sequence import TorchSequence
+from kvmesh.types import TokenLogprob
+
+Pick = tuple[int, TokenLogprob | None]
+"""A picked token, and how likely it was where the request asks for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +58,25 @@ def plan(batch: Batch[TorchSequence], budget: int) -> list[Span]:
 
 
 def commit(
-    batch: Batch[TorchSequence], spans: Iterable[Span], tokens: Iterable[int]
+    batch: Batch[TorchSequence], spans: Iterable[Span], picks: Iterable[Pick]
 ) -> list[tuple[TorchSequence, int, Finish | None]]:
-    """Account for a computed step; `tokens` are what was picked, in the order of spans.
+    """Account for a computed step; `picks` are in the order of spans.
 
     Returns the token of each sequence that got one and how it ended if it did. Sequences
     removed in the meantime get none.
     """
     outcome = []
-    picked = iter(tokens)
+    picked = iter(picks)
     for span in spans:
         sequence = span.sequence
-        token = next(picked) if span.picks else None
+        pick = next(picked) if span.picks else None
         if sequence.phase is not Phase.RUNNING:
             continue
         sequence.computed = span.length
         batch.publish(sequence, span.first // batch.block_size)
-        if token is None:
+        if pick is None:
             continue
+        token, sequence.logprob = pick
         finish = sequence.take(token)
         if finish is not None:
             batch.end(sequence)

@@ -8,8 +8,8 @@ from kvmesh.engine.torch.attention import ATTENTION
 from kvmesh.engine.torch.config import TorchConfig
 from kvmesh.engine.torch.loading import Loaded
 from kvmesh.engine.torch.memory import KvMemory
-from kvmesh.engine.torch.plan import Span
-from kvmesh.engine.torch.sampler import pick
+from kvmesh.engine.torch.plan import Pick, Span
+from kvmesh.engine.torch.sampler import measure, pick
 from kvmesh.engine.torch.step import lay
 from kvmesh.engine.torch.workspace import Workspace
 from kvmesh.kv.base import PoolLayout
@@ -28,10 +28,10 @@ class Runner:
         budget = config.workspace_mb << 20
         self._workspace = Workspace(loaded.shape, budget) if on_cpu and budget else None
 
-    def run(self, spans: Sequence[Span]) -> tuple[Sequence[Span], list[int]]:
+    def run(self, spans: Sequence[Span]) -> tuple[Sequence[Span], list[Pick]]:
         """Compute the KV of spans and pick what comes behind.
 
-        Returns the spans in another order, and in that order the tokens picked.
+        Returns the spans in another order, and in that order what was picked.
         """
         with torch.inference_mode():
             laid = lay(spans, self.memory.kv, self._workspace)
@@ -43,5 +43,9 @@ class Runner:
                 **{ATTENTION: laid.attention},
             )
             sequences = [span.sequence for span in laid.spans if span.picks]
-            tokens = pick(output.logits[0], sequences) if sequences else []
-        return laid.spans, tokens
+            if not sequences:
+                return laid.spans, []
+            logits = output.logits[0]
+            tokens = pick(logits, sequences)
+            logprobs = measure(logits, sequences, tokens)
+        return laid.spans, list(zip(tokens, logprobs, strict=True))

@@ -9,6 +9,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence
+from kvmesh.types import LOGPROB_FLOOR, TokenLogprob
 
 _FRACTION_BITS = 52  # of a double, less one: the half added must not round up to 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -31,6 +32,21 @@ def pick(logits: Any, sequences: Sequence[TorchSequence]) -> list[int]:
     for index in sorted(set(range(len(sequences))) - set(plain)):
         picked[index] = _pick_one(logits[index].float().cpu().clone(), sequences[index])
     return picked
+
+
+def measure(
+    logits: Any, sequences: Sequence[TorchSequence], picked: Sequence[int]
+) -> list[TokenLogprob | None]:
+    """Return how likely each picked token was, for the sequences that ask for it.
+
+    As in vLLM, by the logits as the model gives them, whatever was done to pick from them.
+    """
+    return [
+        None if count is None else _measure_one(logits[index], token, count)
+        for index, (count, token) in enumerate(
+            zip((each.request.sampling.logprobs for each in sequences), picked, strict=True)
+        )
+    ]
 
 
 def noise(seed: int, position: int, token_ids: Any) -> Any:
@@ -86,11 +102,15 @@ def penalize(logits: Any, knobs: Knobs, tokens: Sequence[int], prompt_length: in
 
 def _is_plain(sequence: TorchSequence) -> bool:
     knobs = sequence.knobs
-    return not (knobs.temperature or knobs.penalizes or sequence.banned_now)
+    biased = sequence.request.sampling.logit_bias
+    return not (knobs.temperature or knobs.penalizes or biased or sequence.banned_now)
 
 
 def _pick_one(logits: Any, sequence: TorchSequence) -> int:
     knobs, tokens = sequence.knobs, sequence.tokens
+    if bias := sequence.request.sampling.logit_bias:
+        ids, values = zip(*bias, strict=True)
+        logits[list(ids)] += torch.tensor(values, dtype=logits.dtype)
     if knobs.penalizes:
         penalize(logits, knobs, tokens, sequence.prompt_length)
     if sequence.banned_now:
@@ -105,6 +125,16 @@ def _pick_one(logits: Any, sequence: TorchSequence) -> int:
         -np.log(noise(sequence.seed, len(tokens), ids.numpy()))
     )
     return int(ids[int(race.argmax())])
+
+
+def _measure_one(logits: Any, token: int, count: int) -> TokenLogprob:
+    row = torch.log_softmax(logits.float(), -1).nan_to_num(nan=LOGPROB_FLOOR)
+    row = row.clamp(LOGPROB_FLOOR, 0.0)
+    top = row.topk(min(count, row.numel()))
+    return TokenLogprob(
+        logprob=float(row[token]),
+        top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+    )
 
 
 def _least_of_top_p(probs: Any, top_p: float) -> Any:

@@ -131,8 +131,8 @@ class TorchStepper:
         if not spans:
             return ()
         runner = self._started
-        done, tokens = await self._in_thread(lambda: runner.run(spans))
-        return commit(batch, done, tokens)
+        done, picks = await self._in_thread(lambda: runner.run(spans))
+        return commit(batch, done, picks)
 
     def close(self) -> None:
         """Let go of the pool's memory."""

@@ -5,6 +5,7 @@ import logging
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from kvmesh.clock import Clock
@@ -18,7 +19,7 @@ from kvmesh.engine.vllm.stats import Gauge, logger_factory
 from kvmesh.engine.vllm.tickets import ENGINE, TicketOffice, fingerprint
 from kvmesh.errors import EngineError, InvalidRequestError, OverloadedError, TransferError
 from kvmesh.models import ModelError, ModelInfo, read_info
-from kvmesh.types import FinishReason, KvEvent, KvTicket, Load
+from kvmesh.types import FinishReason, KvEvent, KvTicket, Load, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -84,20 +85,24 @@ class VllmEngine:
         arguments = running.arguments(request)
         async with aclosing(self._outputs(request, arguments, None)) as outputs:
             async for output in outputs:
-                yield _step(output, output.num_cached_tokens or 0)
+                yield _step(request, output, output.num_cached_tokens or 0)
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Leave the prompt's KV under a lease; see `PrefillEngine`."""
         running = self._admit(request)
         last_token = running.limit(request) == 1
         arguments = running.arguments(request, max_tokens=1)
+        count = request.sampling.logprobs
         first: list[int] = []
+        logprobs: list[TokenLogprob] = []
         output = None
         try:
             kv = None if last_token else _REMOTE_DECODE
             async with aclosing(self._outputs(request, arguments, kv)) as outputs:
                 async for output in outputs:
-                    first.extend(output.outputs[0].token_ids)
+                    completion = output.outputs[0]
+                    first.extend(completion.token_ids)
+                    logprobs.extend(requests.logprobs_of(completion, count) or ())
         except asyncio.CancelledError:
             # vLLM may have finished it already, and then holds blocks that nobody knows of.
             self._own(self._free(request.request_id))
@@ -106,16 +111,17 @@ class VllmEngine:
             raise EngineError("vLLM gave no answer to a prefill")
         cached = output.num_cached_tokens or 0
         finish = requests.finish_of(output.outputs[0], cached)
+        prefilled = Prefilled(first, cached, logprobs=None if count is None else logprobs)
         if last_token:
-            return Prefilled(first, cached, finish=finish)
+            return replace(prefilled, finish=finish)
         if finish.reason is FinishReason.STOP:
             self._own(self._free(request.request_id))
-            return Prefilled(first, cached, finish=finish)
+            return replace(prefilled, finish=finish)
         if not output.kv_transfer_params:
             raise EngineError("vLLM kept no KV after a prefill")
         ticket = running.office.issue(request, output.kv_transfer_params, first)
         self._ledger.hold(ticket, output.kv_transfer_params["remote_request_id"])
-        return Prefilled(first, cached, ticket=ticket)
+        return replace(prefilled, ticket=ticket)
 
     async def release(self, ticket_id: str) -> bool:
         """Free a ticket's blocks, and return when they are free; see `PrefillEngine`."""
@@ -146,7 +152,7 @@ class VllmEngine:
                 if output.outputs[0].finish_reason == "error" and not started:
                     raise TransferError("the prompt's KV could not be pulled")
                 started = True
-                yield _step(output, cached)
+                yield _step(request, output, cached)
 
     def snapshot(self) -> Sequence[int]:
         """Return the cached block hashes; see `KvEventSource`."""
@@ -308,12 +314,13 @@ class _Running:
         return requests.sampling_arguments(request.sampling, self._defaults, self._eos, limit)
 
 
-def _step(output: Any, cached_tokens: int) -> Step:
+def _step(request: EngineRequest, output: Any, cached_tokens: int) -> Step:
     completion = output.outputs[0]
     finish: Finish | None = None
     if output.finished:
         finish = requests.finish_of(completion, cached_tokens)
-    return Step(completion.token_ids, finish)
+    logprobs = requests.logprobs_of(completion, request.sampling.logprobs)
+    return Step(completion.token_ids, finish, logprobs)
 
 
 def _office(

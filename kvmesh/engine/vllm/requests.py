@@ -1,11 +1,13 @@
 """Between the mesh's requests and answers and vLLM's. Imports vLLM only to build its types."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmesh.engine.base import EngineRequest, Finish
+from kvmesh.engine.sequence import check_sampling
 from kvmesh.errors import ContextLengthError, EngineError, InvalidRequestError
-from kvmesh.types import FinishReason, Sampling
+from kvmesh.types import LOGPROB_FLOOR, FinishReason, Sampling, TokenLogprob
 
 _KNOBS = (
     "temperature",
@@ -38,6 +40,7 @@ def check_request(request: EngineRequest, context_length: int, vocab_size: int) 
         raise InvalidRequestError(
             f"the prompt holds token ids outside the vocabulary of {vocab_size}", field="prompt"
         )
+    check_sampling(request.sampling, vocab_size)
 
 
 def completion_limit(request: EngineRequest, context_length: int) -> int:
@@ -68,6 +71,8 @@ def sampling_arguments(
         "ignore_eos": sampling.ignore_eos,
         "seed": sampling.seed,
         "detokenize": False,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "logprobs": sampling.logprobs,
     }
     for knob in _KNOBS:
         value = getattr(sampling, knob)
@@ -106,3 +111,28 @@ def finish_of(completion: Any, cached_tokens: int) -> Finish:
             return Finish(FinishReason.LENGTH, cached_tokens)
         case reason:
             raise EngineError(f"vLLM ended the request: {reason}")
+
+
+def logprobs_of(completion: Any, count: int | None) -> Sequence[TokenLogprob] | None:
+    """Return the log probabilities of a vLLM completion's new tokens; None unless asked for.
+
+    `count` is how many of the likeliest were. Raises `EngineError` if some are missing.
+    """
+    if count is None:
+        return None
+    tokens, rows = completion.token_ids, completion.logprobs or ()
+    if len(rows) != len(tokens):
+        raise EngineError(f"vLLM gave {len(rows)} log probabilities for {len(tokens)} tokens")
+    return tuple(_logprob(row, token, count) for row, token in zip(rows, tokens, strict=True))
+
+
+def _logprob(row: Mapping[int, Any], token: int, count: int) -> TokenLogprob:
+    # vLLM adds the sampled token to the likeliest, where it is not one of them.
+    likeliest = row.items() if len(row) <= count else ((k, v) for k, v in row.items() if k != token)
+    ranked = sorted(likeliest, key=lambda item: item[1].rank)
+    top = tuple((token_id, _finite(entry.logprob)) for token_id, entry in ranked)
+    return TokenLogprob(_finite(row[token].logprob), top)
+
+
+def _finite(logprob: float) -> float:
+    return LOGPROB_FLOOR if math.isnan(logprob) else max(logprob, LOGPROB_FLOOR)

@@ -131,7 +131,7 @@ def _chat_max_tokens(fields: Fields) -> tuple[str, int | None]:
 
 
 def _sampling(fields: Fields, max_tokens_name: str, max_tokens: int | None) -> Sampling:
-    numbers = {name: fields.number(name) for name in _FLOATS}
+    numbers: dict[str, Any] = {name: fields.number(name) for name in _FLOATS}
     stop_token_ids = _token_ids(fields.integers("stop_token_ids"), "stop_token_ids")
     try:
         return Sampling(
