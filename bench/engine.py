@@ -27,10 +27,10 @@ from typing import Any, Protocol
 
 from kvmesh.clock import SystemClock
 from kvmesh.config import environment
-from kvmesh.engine.base import AsyncEngine, EngineRequest
+from kvmesh.engine.base import AsyncEngine, EngineRequest, Seat
 from kvmesh.engine.factory import EngineConfig, create
 from kvmesh.engine.torch.config import TorchConfig
-from kvmesh.engine.vllm.settings import Seat, VllmConfig
+from kvmesh.engine.vllm.settings import VllmConfig
 from kvmesh.models import SMOLLM2, default_cache, read_info, resolve
 from kvmesh.types import Role, Sampling
 

@@ -7,9 +7,24 @@ One suite, `tests/contract/test_engine.py`, runs on every implementation.
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from kvmesh.types import FinishReason, KvEvent, KvTicket, Load, Sampling, TokenLogprob
+from kvmesh.types import FinishReason, KvEvent, KvTicket, Load, Role, Sampling, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose engine this is: `worker_id` and this life of it, and what it is for.
+
+    `model` is a Hugging Face folder, `name` what the mesh calls the model.
+    """
+
+    worker_id: str
+    epoch: str
+    role: Role
+    model: Path
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

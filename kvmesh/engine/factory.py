@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvmesh.clock import Clock
-from kvmesh.engine.base import AsyncEngine
+from kvmesh.engine.base import AsyncEngine, Seat
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.torch.config import TorchConfig
-from kvmesh.engine.vllm.settings import Seat, VllmConfig
+from kvmesh.engine.vllm.settings import VllmConfig
 from kvmesh.errors import InvalidRequestError
 from kvmesh.models import read_info
 

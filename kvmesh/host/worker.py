@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvmesh.config import ConfigError
-from kvmesh.engine.base import AsyncEngine, EngineInfo, KvEventSource, PrefillEngine
+from kvmesh.engine.base import AsyncEngine, EngineInfo, KvEventSource, PrefillEngine, Seat
 from kvmesh.engine.factory import EngineConfig, create
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import OverloadedError
 from kvmesh.host.config import ModelConfig
 from kvmesh.host.desk import Running

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvmesh.clock import Clock, SystemClock
+from kvmesh.engine.base import Seat
 from kvmesh.engine.batch_engine import BatchEngine
 from kvmesh.engine.torch import TorchConfig, TorchSequence, create
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.models import read_info, tiny_folder
 from kvmesh.testing.engine import EngineRig, Pair, Started, started
 from kvmesh.types import Role

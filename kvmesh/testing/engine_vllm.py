@@ -12,8 +12,8 @@ from pathlib import Path
 
 from kvmesh.clock import SystemClock
 from kvmesh.config import environment
-from kvmesh.engine.base import EngineInfo
-from kvmesh.engine.vllm import Seat, VllmConfig, VllmEngine
+from kvmesh.engine.base import EngineInfo, Seat
+from kvmesh.engine.vllm import VllmConfig, VllmEngine
 from kvmesh.models import SMOLLM2, default_cache, fetch_smollm2
 from kvmesh.testing.engine import EngineRig, Pair, Started, started
 from kvmesh.types import Role

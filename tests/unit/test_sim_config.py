@@ -13,12 +13,12 @@ from kvmesh.engine.base import (
     KvEventSource,
     PrefillEngine,
     ResumeEngine,
+    Seat,
     StepEngine,
 )
 from kvmesh.engine.factory import NAMES, EngineConfig, create
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.engine import SimEngine
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import InvalidRequestError
 from kvmesh.models import read_info, tiny_folder
 from kvmesh.types import Role

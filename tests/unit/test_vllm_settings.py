@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.engine.vllm.settings import OWNER_KEY, Seat, VllmConfig, engine_args, environment
+from kvmesh.engine.base import Seat
+from kvmesh.engine.vllm.settings import OWNER_KEY, VllmConfig, engine_args, environment
 from kvmesh.errors import InvalidRequestError
 from kvmesh.types import Role
 

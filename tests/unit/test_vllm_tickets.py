@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvmesh.engine.base import EngineRequest
+from kvmesh.engine.base import EngineRequest, Seat
 from kvmesh.engine.vllm.ledger import TicketLedger
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.engine.vllm.stats import Gauge
 from kvmesh.engine.vllm.tickets import TicketOffice, fingerprint
 from kvmesh.errors import TicketError

@@ -6,10 +6,10 @@ Importing this imports no torch.
 import random
 
 from kvmesh.clock import Clock
+from kvmesh.engine.base import Seat
 from kvmesh.engine.batch_engine import BatchEngine
 from kvmesh.engine.torch.config import NAME, TorchConfig
 from kvmesh.engine.torch.sequence import TorchSequence
-from kvmesh.engine.vllm.settings import Seat
 
 __all__ = ["NAME", "TorchConfig", "TorchSequence", "create"]
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kvmesh.engine.base import Seat
 from kvmesh.engine.stepper import Traits
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.kv.transports import BACKENDS
 
 NAME = "torch"

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 from xxhash import xxh3_64_intdigest
 
 from kvmesh.clock import Clock
-from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, StepSink
+from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, Seat, StepSink
 from kvmesh.engine.batch import Batch
 from kvmesh.engine.handoff import Offer
 from kvmesh.engine.sequence import Kind, Limits
 from kvmesh.engine.torch.config import NAME, TorchConfig
 from kvmesh.engine.torch.plan import commit, plan
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence, read_defaults
-from kvmesh.engine.vllm.settings import Seat
 from kvmesh.errors import EngineError, MeshError, TicketError
 from kvmesh.kv.base import KvTransport, OnPulled, PoolLayout
 from kvmesh.kv.blocks import pack

@@ -1,8 +1,9 @@
 """vLLM as an engine of the mesh, on GPUs and on CPUs. Importing this imports no vLLM."""
 
 from kvmesh.clock import Clock
+from kvmesh.engine.base import Seat
 from kvmesh.engine.vllm.engine import VllmEngine
-from kvmesh.engine.vllm.settings import Seat, VllmConfig
+from kvmesh.engine.vllm.settings import VllmConfig
 
 __all__ = ["Seat", "VllmConfig", "VllmEngine", "create"]
 

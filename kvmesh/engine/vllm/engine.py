@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from kvmesh.clock import Clock
-from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, Prefilled, Step
+from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, Prefilled, Seat, Step
 from kvmesh.engine.vllm import launch, requests, settings
 from kvmesh.engine.vllm.claims import Claimant, serve_claims
 from kvmesh.engine.vllm.events import BlockMirror, KvEventReader
 from kvmesh.engine.vllm.ledger import TicketLedger
-from kvmesh.engine.vllm.settings import Seat, VllmConfig
+from kvmesh.engine.vllm.settings import VllmConfig
 from kvmesh.engine.vllm.stats import Gauge, logger_factory
 from kvmesh.engine.vllm.tickets import ENGINE, TicketOffice, fingerprint
 from kvmesh.errors import EngineError, InvalidRequestError, OverloadedError, TransferError

@@ -4,9 +4,9 @@ import json
 import os
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from kvmesh.engine.base import Seat
 from kvmesh.errors import InvalidRequestError
 from kvmesh.types import Role
 
@@ -62,20 +62,6 @@ class VllmConfig:
     engine_args: str = field(
         default="", metadata={"help": "further vLLM engine arguments, a JSON object"}
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Whose engine this is: `worker_id` and this life of it, and what it is for.
-
-    `model` is a Hugging Face folder, `name` what the mesh calls the model.
-    """
-
-    worker_id: str
-    epoch: str
-    role: Role
-    model: Path
-    name: str
 
 
 def engine_args(

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.clock import Clock
-from kvmesh.engine.base import EngineRequest
-from kvmesh.engine.vllm.settings import Seat
+from kvmesh.engine.base import EngineRequest, Seat
 from kvmesh.errors import TicketError
 from kvmesh.types import KvTicket
 
