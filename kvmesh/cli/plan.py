@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,8 +26,18 @@ class Engine(StrEnum):
 
 
 def default_engine() -> Engine:
-    """Return the engine that suits this machine: vLLM on NVIDIA GPUs, else the light one."""
-    return Engine.VLLM if shutil.which("nvidia-smi") else Engine.TORCH
+    """Return the engine that suits this machine: vLLM on NVIDIA GPUs, else the light one.
+
+    The tool alone says nothing: it comes with drivers and images where no GPU is.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Engine.TORCH
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return Engine.TORCH
+    return Engine.VLLM if listed.returncode == 0 else Engine.TORCH
 
 
 class DiscoveryChoice(StrEnum):

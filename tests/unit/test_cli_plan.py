@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli.console import CommandError
-from kvmesh.cli.plan import HOST, Engine, Layout, Planned, Served, plan, roles_of
+from kvmesh.cli.plan import HOST, Engine, Layout, Planned, Served, default_engine, plan, roles_of
 from kvmesh.cli.settings import parse_overrides
 from kvmesh.models import ModelInfo
 from kvmesh.types import Role
@@ -92,3 +92,18 @@ def test_ports_that_overlap_or_do_not_exist_are_refused() -> None:
         Layout({**dict.fromkeys(Role, 1), Role.FRONTEND: 2}, 8000, 8001).check_ports()
     with pytest.raises(CommandError, match="there is no port 65536"):
         Layout({**dict.fromkeys(Role, 1), Role.FRONTEND: 2}, 65535, 9000).http()
+
+
+@pytest.mark.parametrize(
+    ("script", "engine"),
+    [("exit 0", Engine.VLLM), ("exit 9", Engine.TORCH), (None, Engine.TORCH)],
+)
+def test_only_a_gpu_that_answers_makes_vllm_the_default(
+    script: str | None, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script is not None:
+        tool = tmp_path / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert default_engine() is engine
