@@ -116,7 +116,8 @@ async def _measure(options: argparse.Namespace) -> list[Row]:
                 clock=SystemClock(),
                 on_pulled=lambda _: False,
             )
-            raw = _Raw(np.zeros(layout.size, np.uint8), layout, f"raw-{uuid.uuid4().hex}")
+            np.frombuffer(pool.memory, np.uint8).fill(0)  # so that no pull waits for pages
+            raw = _Raw(np.full(layout.size, 0, np.uint8), layout, f"raw-{uuid.uuid4().hex}")
             raw.meet(site)
             for count in counts:
                 rows.append(await _compare(options.rounds, count, (pool.transport, peer), raw))
@@ -134,7 +135,7 @@ async def _compare(rounds: int, count: int, source: tuple[KvTransport, bytes], r
     transport, peer = source
     layout, rng = raw.layout, np.random.default_rng(0)
     theirs = np.ones((layout.total_blocks, layout.block_bytes), np.uint8)
-    copied = np.zeros_like(theirs)
+    copied = np.full_like(theirs, 0)
     times: dict[str, list[float]] = {"pull": [], "raw": [], "memcpy": []}
     for turn in range(rounds + 1):
         blocks = rng.permutation(layout.total_blocks)[:count].astype(np.int32)
