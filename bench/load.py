@@ -9,9 +9,9 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 
@@ -29,7 +29,10 @@ WORDS = (  # noqa: SIM905 - reads better than a hundred quotes
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send: `concurrency` slots that each send their next request at once."""
+    """What to send: `concurrency` slots that each send their next request at once.
+
+    `more` is added to each body.
+    """
 
     host: str
     port: int
@@ -39,6 +42,7 @@ class Load:
     isl: int
     osl: int
     seed: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,6 +82,7 @@ def _bodies(load: Load) -> list[bytes]:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **load.more,
             }
         ).encode()
         for _ in range(load.requests)

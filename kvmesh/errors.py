@@ -12,6 +12,7 @@ class Reason(StrEnum):
     """Stable names of failures. Values are wire format: add, never rename."""
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
     UNKNOWN_MODEL = "UNKNOWN_MODEL"
     CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
     REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
@@ -50,6 +51,12 @@ class InvalidRequestError(MeshError):
     """The caller's input is wrong and will be wrong again; `field` names it."""
 
     reason = Reason.INVALID_ARGUMENT
+
+
+class UnauthenticatedError(MeshError):
+    """The caller shows no key, or not one of those that are let in."""
+
+    reason = Reason.UNAUTHENTICATED
 
 
 class UnknownModelError(InvalidRequestError):

@@ -4,7 +4,8 @@ They are valid once built. JSON and protobuf are turned into these at the edge
 (`kvmesh.wire`, `services/*/servicer.py`, the REST schemas) and nowhere else.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -12,6 +13,9 @@ from kvmesh.errors import InvalidRequestError
 
 MAX_LOGIT_BIASES = 1024
 """Tokens that one request may bias."""
+
+MAX_ALLOWED_TOKENS = 1024
+"""Tokens that one request may be held to."""
 
 MAX_LOGPROBS = 20
 """Tokens whose log probabilities one request may get at each position."""
@@ -52,11 +56,12 @@ class Sampling:
     `max_tokens` None: as many as the context holds. Building one out of range raises
     `InvalidRequestError` with the field at fault: temperature >= 0, 0 < top_p <= 1,
     top_k >= 1 or -1 for all, 0 <= min_p <= 1, penalties in [-2, 2],
-    repetition_penalty > 0, 0 <= seed < 2**63, 1 <= max_tokens < 2**32.
+    repetition_penalty > 0, -2**63 <= seed < 2**63, 1 <= max_tokens < 2**32.
 
     `logit_bias` is pairs of a token id and what is added to its logit, in [-100, 100].
     `logprobs` None: no log probabilities; 0: the sampled token's; up to 20: also those of
-    so many likeliest.
+    so many likeliest. `prompt_logprobs` asks the same of the prompt's tokens but the first.
+    `allowed_token_ids`: the only tokens that may be sampled; empty: all.
     """
 
     max_tokens: int | None = None
@@ -73,13 +78,15 @@ class Sampling:
     ignore_eos: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no engine could honour."""
-        for name, (inside, range_) in _SAMPLING_RANGES.items():
+        for name, (low, high, words) in SAMPLING_RANGES.items():
             value = getattr(self, name)
-            if value is not None and not inside(value):
-                raise InvalidRequestError(f"{name} must be {range_}, got {value}", field=name)
+            if (value is not None and not low <= value <= high) or (name, value) == ("top_k", 0):
+                raise InvalidRequestError(f"{name} must be {words}, got {value}", field=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
@@ -87,22 +94,31 @@ class Sampling:
             )
         if self.logit_bias:
             _check_logit_bias(self.logit_bias)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+            raise InvalidRequestError(
+                f"allowed_token_ids may have {MAX_ALLOWED_TOKENS} ids, "
+                f"got {len(self.allowed_token_ids)}",
+                field="allowed_token_ids",
+            )
 
 
-# Written so that NaN is outside every range.
-_SAMPLING_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "max_tokens": (lambda v: 1 <= v < 2**32, "at least 1 and below 2**32"),
-    "min_tokens": (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32"),
-    "temperature": (lambda v: 0 <= v <= 100, "between 0 and 100"),
-    "top_p": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "top_k": (lambda v: v == -1 or 1 <= v < 2**31, "-1 (all) or at least 1 and below 2**31"),
-    "min_p": (lambda v: 0 <= v <= 1, "between 0 and 1"),
-    "presence_penalty": (lambda v: -2 <= v <= 2, "between -2 and 2"),
-    "frequency_penalty": (lambda v: -2 <= v <= 2, "between -2 and 2"),
-    "repetition_penalty": (lambda v: 0 < v <= 100, "above 0 and at most 100"),
-    "seed": (lambda v: 0 <= v < 2**63, "at least 0 and below 2**63"),
-    "logprobs": (lambda v: 0 <= v <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+_ABOVE_0 = math.ulp(0.0)
+
+SAMPLING_RANGES: Mapping[str, tuple[float, float, str]] = {
+    "max_tokens": (1, 2**32 - 1, "at least 1 and below 2**32"),
+    "min_tokens": (0, 2**32 - 1, "at least 0 and below 2**32"),
+    "temperature": (0, 100, "between 0 and 100"),
+    "top_p": (_ABOVE_0, 1, "above 0 and at most 1"),
+    "top_k": (-1, 2**31 - 1, "-1 (all) or at least 1 and below 2**31"),
+    "min_p": (0, 1, "between 0 and 1"),
+    "presence_penalty": (-2, 2, "between -2 and 2"),
+    "frequency_penalty": (-2, 2, "between -2 and 2"),
+    "repetition_penalty": (_ABOVE_0, 100, "above 0 and at most 100"),
+    "seed": (-(2**63), 2**63 - 1, "at least -2**63 and below 2**63"),
+    "logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "prompt_logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
 }
+"""The least and the greatest value of each number of `Sampling`, and that in words."""
 
 
 def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
@@ -131,6 +147,31 @@ class TokenLogprob:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A token as text, and how likely it was.
+
+    `text` is UTF-8, perhaps a part of a character; empty where the text does not show the
+    token. `logprob` is None for the first token of a prompt, which nothing predicts.
+    """
+
+    token_id: int
+    text: bytes
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A token of a text: `offset` is where its own text begins, in characters.
+
+    `top` is the likeliest tokens at its position, likeliest first.
+    """
+
+    token: TokenScore
+    offset: int
+    top: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,26 +212,42 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A prompt to be encoded as it is."""
+    """A prompt to be encoded as it is, with the tokenizer's special tokens (BOS) or not."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    `extra` is a JSON object of further fields, such as `tool_calls`; empty: none.
+    """
 
     role: str
     content: str
     name: str = ""
+    extra: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation to be rendered by the model's chat template."""
+    """A conversation to be rendered by the model's chat template, or by `template`.
+
+    `continue_final_message` leaves the last message open. `tools` is a JSON array and
+    `template_kwargs` a JSON object of further variables; both are text, so that they
+    arrive as they were written. Empty: none. `add_special_tokens`: the tokenizer adds its
+    own beside those that the template writes.
+    """
 
     messages: tuple[ChatMessage, ...]
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: str = ""
+    template_kwargs: str = ""
+    template: str = ""
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from kvmesh.types import (
     Prompt,
     Sampling,
     TextPrompt,
-    TokenLogprob,
     TokenPrompt,
     Usage,
     Worker,
@@ -38,7 +37,6 @@ from kvmesh.v1 import (
     generation_pb2,
     inference_pb2,
     kv_pb2,
-    prefill_pb2,
     router_pb2,
     tokenizer_pb2,
     worker_pb2,
@@ -60,6 +58,7 @@ _OPTIONAL_SAMPLING = (
     "seed",
     "ignore_eos",
     "logprobs",
+    "prompt_logprobs",
 )
 
 _FINISH_TO_PROTO = {
@@ -79,6 +78,7 @@ def sampling_to_proto(sampling: Sampling, out: generation_pb2.SamplingParams) ->
         if value is not None:
             setattr(out, name, value)
     out.stop_token_ids.extend(sampling.stop_token_ids)
+    out.allowed_token_ids.extend(sampling.allowed_token_ids)
     if sampling.logit_bias:
         out.logit_bias.update(sampling.logit_bias)
 
@@ -88,45 +88,9 @@ def sampling_from_proto(message: generation_pb2.SamplingParams) -> Sampling:
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return Sampling(
         stop_token_ids=tuple(message.stop_token_ids),
+        allowed_token_ids=tuple(message.allowed_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
         **given,
-    )
-
-
-LogprobColumns = generation_pb2.TokenDelta | prefill_pb2.PrefillResult
-"""The messages that have columns of log probabilities beside their tokens."""
-
-
-def logprobs_fit(rows: Sequence[TokenLogprob] | None, out: LogprobColumns, tokens: int) -> bool:
-    """Return whether `rows` may follow what `out` has for its `tokens`, one row for each."""
-    if rows is None:
-        return not out.logprobs
-    return len(out.logprobs) == tokens and all(len(row.top) == out.top_count for row in rows)
-
-
-def logprobs_to_proto(rows: Sequence[TokenLogprob], out: LogprobColumns) -> None:
-    """Append rows to the columns of `out`. Their `top` are of one length, and `out`'s."""
-    if rows:
-        out.top_count = len(rows[0].top)
-    for row in rows:
-        out.logprobs.append(row.logprob)
-        out.top_token_ids.extend(token_id for token_id, _ in row.top)
-        out.top_logprobs.extend(logprob for _, logprob in row.top)
-
-
-def logprobs_from_proto(message: LogprobColumns) -> tuple[TokenLogprob, ...]:
-    """Read columns as rows; () where there are none. They must be of the lengths they say."""
-    count, rows = message.top_count, len(message.logprobs)
-    top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=False))
-    if not len(top) == len(message.top_token_ids) == len(message.top_logprobs) == count * rows:
-        raise InvalidRequestError(
-            f"{rows} log probabilities with {count} more for each do not fit "
-            f"{len(message.top_token_ids)} ids and {len(message.top_logprobs)} values",
-            field="top_logprobs",
-        )
-    return tuple(
-        TokenLogprob(logprob, top[at * count : (at + 1) * count])
-        for at, logprob in enumerate(message.logprobs)
     )
 
 
@@ -235,14 +199,14 @@ PromptMessage = tokenizer_pb2.TokenizeStart | inference_pb2.GenerateInput
 def prompt_to_proto(prompt: Prompt, out: PromptMessage) -> None:
     """Write a prompt into the `prompt` of `out`."""
     match prompt:
-        case TextPrompt(text):
+        case TextPrompt(text, add_special_tokens):
             out.text = text
+            out.add_special_tokens = add_special_tokens
         case TokenPrompt(token_ids):
             out.token_ids.ids.extend(token_ids)
-        case ChatPrompt(messages, add_generation_prompt):
-            out.chat.add_generation_prompt = add_generation_prompt
-            for message in messages:
-                out.chat.messages.add(role=message.role, content=message.content, name=message.name)
+        case ChatPrompt():
+            _chat_to_proto(prompt, out.chat)
+            out.add_special_tokens = prompt.add_special_tokens
         case _:
             assert_never(prompt)
 
@@ -251,11 +215,12 @@ def prompt_from_proto(message: PromptMessage) -> Prompt:
     """Read the `prompt` of `message`; it must be set."""
     match message.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(message.text)
+            return TextPrompt(message.text, _flag(message, "add_special_tokens", default=True))
         case "token_ids":
             return TokenPrompt(tuple(message.token_ids.ids))
         case "chat":
-            return _chat_from_proto(message.chat)
+            special = _flag(message, "add_special_tokens", default=False)
+            return _chat_from_proto(message.chat, add_special_tokens=special)
         case _:
             raise InvalidRequestError(
                 "a prompt is required: text, chat or token_ids", field="prompt"
@@ -315,12 +280,39 @@ def token_ids(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _chat_from_proto(chat: tokenizer_pb2.Chat) -> ChatPrompt:
+def _chat_to_proto(prompt: ChatPrompt, out: tokenizer_pb2.Chat) -> None:
+    out.add_generation_prompt = prompt.add_generation_prompt
+    out.continue_final_message = prompt.continue_final_message
+    out.tools_json = prompt.tools
+    out.template_kwargs_json = prompt.template_kwargs
+    out.template = prompt.template
+    for message in prompt.messages:
+        out.messages.add(
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            extra_json=message.extra,
+        )
+
+
+def _chat_from_proto(chat: tokenizer_pb2.Chat, *, add_special_tokens: bool) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequestError("at least one message is required", field="messages")
-    add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    messages = tuple(ChatMessage(m.role, m.content, m.name) for m in chat.messages)
-    return ChatPrompt(messages, add)
+    # Absent, it is opened unless the last message is to be gone on with.
+    default = not chat.continue_final_message
+    return ChatPrompt(
+        tuple(ChatMessage(m.role, m.content, m.name, m.extra_json) for m in chat.messages),
+        _flag(chat, "add_generation_prompt", default=default),
+        chat.continue_final_message,
+        chat.tools_json,
+        chat.template_kwargs_json,
+        chat.template,
+        add_special_tokens,
+    )
+
+
+def _flag(message: PromptMessage | tokenizer_pb2.Chat, name: str, *, default: bool) -> bool:
+    return bool(getattr(message, name)) if message.HasField(name) else default
 
 
 def _worker_to_proto(worker: Worker, out: router_pb2.WorkerRef) -> None:

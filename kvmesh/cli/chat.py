@@ -8,6 +8,7 @@ import typer
 
 from kvmesh.cli import rest
 from kvmesh.cli.console import CommandError, StateDir, err, out, subcommand
+from kvmesh.cli.guide import API_KEY_VARIABLE
 from kvmesh.cli.state import StateDir as State
 
 app = subcommand()
@@ -27,6 +28,10 @@ def chat(  # noqa: PLR0913 - a command's options
         float | None, typer.Option(help="0: the likeliest answer, always the same.", min=0.0)
     ] = None,
     timeout: Annotated[float, typer.Option(help="Longest silence, in seconds.", min=0.1)] = 120.0,
+    api_key: Annotated[
+        str,
+        typer.Option(help="Key to show, where one is wanted.", envvar=API_KEY_VARIABLE),
+    ] = "",
     state_dir: StateDir,
 ) -> None:
     """Ask the model; the answer is shown as it comes."""
@@ -34,7 +39,7 @@ def chat(  # noqa: PLR0913 - a command's options
     messages = [{"role": "user", "content": text}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    ask = rest.Ask(messages, max_tokens, temperature, timeout)
+    ask = rest.Ask(messages, max_tokens, temperature, timeout, api_key)
     address = url.rstrip("/").removesuffix("/v1") or _local_frontend(State(state_dir))
     try:
         asyncio.run(_show(address, model, ask))
@@ -45,7 +50,7 @@ def chat(  # noqa: PLR0913 - a command's options
 
 
 async def _show(url: str, model: str, ask: rest.Ask) -> None:
-    served = model or await rest.first_model(url)
+    served = model or await rest.first_model(url, ask.api_key)
     begun = False
     try:
         async for text in rest.chat(url, served, ask):

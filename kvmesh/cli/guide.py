@@ -10,13 +10,19 @@ from rich.syntax import Syntax
 from kvmesh.cli import rest
 from kvmesh.cli.console import default_state_dir, out
 from kvmesh.cli.state import ClusterState
+from kvmesh.config import environment
+
+API_KEY_VARIABLE = "KVMESH_API_KEY"
+"""Variable with the key to show, where the frontend wants one."""
 
 QUESTION = "What is the capital of France?"
 
 
 async def print_sample(cluster: ClusterState) -> None:
     """Ask one question and show the answer as it comes. Raises CommandError if none does."""
-    ask = rest.Ask([{"role": "user", "content": QUESTION}], max_tokens=32, temperature=0.0)
+    key = environment().get(API_KEY_VARIABLE, "")
+    messages = [{"role": "user", "content": QUESTION}]
+    ask = rest.Ask(messages, max_tokens=32, temperature=0.0, api_key=key)
     out.print(f"  [bold]You[/]     {QUESTION}\n  [bold]Model[/]   ", end="")
     async for text in rest.chat(cluster.http[0], cluster.model, ask):
         out.print(text, end="", markup=False)

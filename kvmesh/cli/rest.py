@@ -21,11 +21,12 @@ class Ask:
     temperature: float | None = None
     seconds: float = 120.0
     """The longest silence."""
+    api_key: str = ""
 
 
-async def first_model(url: str) -> str:
+async def first_model(url: str, api_key: str = "") -> str:
     """Return the model that a frontend serves, the first of several."""
-    async with _client(url, 10.0) as client:
+    async with _client(url, 10.0, api_key) as client:
         try:
             response = await client.get("/v1/models")
         except httpx.HTTPError as error:
@@ -48,7 +49,7 @@ async def chat(url: str, model: str, ask: Ask) -> AsyncIterator[str]:
         "temperature": ask.temperature,
     }
     body = {name: value for name, value in body.items() if value is not None}
-    async with _client(url, ask.seconds) as client:
+    async with _client(url, ask.seconds, ask.api_key) as client:
         try:
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.is_error:
@@ -69,10 +70,11 @@ async def is_ready(url: str) -> bool:
     return response.status_code == httpx.codes.OK
 
 
-def _client(url: str, seconds: float) -> httpx.AsyncClient:
+def _client(url: str, seconds: float, api_key: str = "") -> httpx.AsyncClient:
     timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
+    headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
     # A proxy is never the way to a local cluster.
-    return httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False)
+    return httpx.AsyncClient(base_url=url, timeout=timeout, headers=headers, trust_env=False)
 
 
 async def _texts(response: httpx.Response) -> AsyncIterator[str]:

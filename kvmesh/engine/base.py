@@ -78,11 +78,17 @@ class Step:
     The terminal step has `finish`; it may carry tokens too. A token that ended the
     request (EOS or a stop token) is in `token_ids`, and counted. `logprobs` has one
     entry for each token where the request asks for them, all with as many `top`.
+    `prompt_logprobs`, where asked for, comes once, before or with the first token: one
+    entry for each token of the prompt but the first, which nothing predicts.
+    `cached_tokens` of the prompt are in the first step at the latest, so that they are
+    known too when somebody else ends the request.
     """
 
     token_ids: Sequence[int]
     finish: Finish | None = None
     logprobs: Sequence[TokenLogprob] | None = None
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,8 @@ class Batch(Generic[S]):
         pull = sequence.ticket is not None and sequence.kind is Kind.RESUME
         # A pulled prompt may be cached to its end; else the last token is computed anew.
         reusable = sequence.prompt_length // size if pull else (length - 1) // size
+        if sequence.scores is not None:  # all that is not scored yet has to be computed
+            reusable = min(reusable, len(sequence.scores) // size)
         ahead = 0 if sequence.kind is Kind.PREFILL else 1
         count = -(-min(length + ahead, max(sequence.last_position, 1)) // size)
         reserved = self.pool.reserve(sequence.hashes[:reusable], count)

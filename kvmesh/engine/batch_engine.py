@@ -236,7 +236,7 @@ class BatchEngine(Generic[S]):
             await self._loop(batch)
         except Exception as error:  # the top of a background task
             log.exception("the engine died")
-            self._failure = f"the engine died: {error}"
+            self._failure = f"the engine died: {type(error).__name__}"
             self._fail_all(batch)
 
     async def _loop(self, batch: Batch[S]) -> None:
@@ -261,8 +261,10 @@ class BatchEngine(Generic[S]):
                 sequence.sink = None
                 if finish is None:
                     self._lease(sequence)
-            logprob = sequence.logprob
-            sink(Step((token,), finish, None if logprob is None else (logprob,)))
+            logprob, scores = sequence.logprob, sequence.scores
+            sequence.scores = None
+            logprobs = None if logprob is None else (logprob,)
+            sink(Step((token,), finish, logprobs, scores, sequence.cached_tokens))
 
     def _lease(self, sequence: S) -> None:
         """Turn a computed prompt's blocks into a ticket's."""
@@ -284,7 +286,7 @@ class BatchEngine(Generic[S]):
             self._fail(batch, sequence, error)
         except Exception as error:  # the top of a background task
             log.exception("a pull failed")
-            self._fail(batch, sequence, TransferError(f"the pull failed: {error!r}"))
+            self._fail(batch, sequence, TransferError(f"the pull failed: {type(error).__name__}"))
         finally:
             del self._pulls[sequence]
             self._wake.set()

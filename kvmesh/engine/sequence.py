@@ -47,7 +47,9 @@ class BatchSequence:
     `tokens` are prompt and completion, the first `computed` have KV. `hashes` name its full
     blocks. No token of `banned` is picked before there are `least` tokens. `left` is how
     many may still be picked. `sink` is None once nobody listens. Bigger `key` goes first.
-    `logprob` is the newest picked token's, where the request asks for it.
+    `logprob` is the newest picked token's, where the request asks for it. `scores` are how
+    likely the prompt's tokens were, without the first, as far as that is known; None where
+    nobody asks, and once they were handed over.
 
     Building one raises `InvalidRequestError`, with its field, for what can never run.
     """
@@ -67,6 +69,7 @@ class BatchSequence:
         "phase",
         "prompt_length",
         "request",
+        "scores",
         "sink",
         "stops",
         "ticket",
@@ -84,7 +87,9 @@ class BatchSequence:
         first = ticket.first_token_ids if ticket is not None else ()
         sampling = request.sampling
         _check_tokens(request.token_ids, limits.vocab_size)
-        check_sampling(sampling, limits.vocab_size)
+        check_sampling(sampling, limits.vocab_size, limits.eos_token_ids)
+        if kind is not Kind.GENERATE:
+            refuse_prompt_logprobs(sampling)
         self.left = _max_tokens(request, len(first), limits.longest) - len(first)
         self.request = request
         self.kind = kind
@@ -107,6 +112,7 @@ class BatchSequence:
         self.cached_tokens = -1
         self.computed = 0
         self.logprob: TokenLogprob | None = None
+        self.scores: list[TokenLogprob] | None = None if sampling.prompt_logprobs is None else []
 
     @property
     def last_position(self) -> int:
@@ -117,6 +123,15 @@ class BatchSequence:
     def banned_now(self) -> frozenset[int]:
         """What the next token must not be."""
         return self.banned if len(self.tokens) < self.least else frozenset()
+
+    def unscored(self, first: int, stop: int) -> range:
+        """Return which of these positions tell how likely the prompt's next token was.
+
+        Without those that have told before, as after a preemption.
+        """
+        if self.scores is None:
+            return range(0)
+        return range(max(first, len(self.scores)), min(stop, self.prompt_length - 1))
 
     def take(self, token: int) -> Finish | None:
         """Append a picked token; return how the request ends with it, if it does."""
@@ -129,12 +144,32 @@ class BatchSequence:
         return None if self.left else Finish(FinishReason.LENGTH, self.cached_tokens)
 
 
-def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """Raise `InvalidRequestError`, with its field, for token ids outside of the vocabulary."""
+def check_sampling(sampling: Sampling, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    """Raise `InvalidRequestError`, with its field, for token ids that can't be honoured.
+
+    Such are outside of the vocabulary, or all that are allowed are banned by min_tokens.
+    """
     for token_id in sampling.stop_token_ids:
         _check_token(token_id, vocab_size, "stop_token_ids")
     for token_id, _ in sampling.logit_bias:
         _check_token(token_id, vocab_size, "logit_bias")
+    allowed = set(sampling.allowed_token_ids)
+    for token_id in sampling.allowed_token_ids:
+        _check_token(token_id, vocab_size, "allowed_token_ids")
+    ends = frozenset() if sampling.ignore_eos else eos_token_ids
+    if allowed and sampling.min_tokens and allowed <= ends.union(sampling.stop_token_ids):
+        raise InvalidRequestError(
+            "allowed_token_ids has none that may come before min_tokens",
+            field="allowed_token_ids",
+        )
+
+
+def refuse_prompt_logprobs(sampling: Sampling) -> None:
+    """Raise `InvalidRequestError` where they are asked of an engine with half of a request."""
+    if sampling.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs needs prefill and decode in one engine", field="prompt_logprobs"
+        )
 
 
 def _check_token(token_id: int, vocab_size: int, field: str) -> None:
@@ -147,10 +182,12 @@ def _check_token(token_id: int, vocab_size: int, field: str) -> None:
 def _check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
     if not token_ids:
         raise InvalidRequestError("the prompt is empty", field="token_ids")
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        raise InvalidRequestError(
-            f"the prompt has a token id outside of 0 to {vocab_size - 1}", field="token_ids"
-        )
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"the prompt has the token id {token_id}, outside of 0 to {vocab_size - 1}",
+                field="token_ids",
+            )
 
 
 def _max_tokens(request: EngineRequest, first: int, longest: int) -> int:

@@ -74,7 +74,8 @@ class Stepper(Protocol[S]):
         """Compute one step of a batch that has something to compute.
 
         Returns the token of each sequence that got one, and how it ended if it did; such
-        a sequence holds nothing any more. Its `logprob` is the token's, if it asks for it.
+        a sequence holds nothing any more. Its `logprob` is the token's, if it asks for it, and
+        its `scores` are complete with its first one.
         Sequences may be removed meanwhile, and pulled ones may join. Cancelled, it returns
         when nothing is computed any more.
         """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.engine.base import AsyncEngine, EngineInfo, EngineRequest
+from kvmesh.host.engine_metrics import EngineMetrics, EngineWork
 from kvmesh.host.process import Process
 from kvmesh.rpc.serving import ServerCall, ServerStream
 from kvmesh.rpc.specs import StreamSpec
@@ -26,7 +27,9 @@ class EngineDesk:
     def __init__(self, running: Running, process: Process) -> None:
         self.engine = running.engine
         self.info = running.info
-        self.tracer = process.telemetry.tracer
+        telemetry, info = process.telemetry, running.info
+        self.metrics = EngineMetrics(telemetry.meter, running.engine, info.model, process.role)
+        self._tracer = telemetry.tracer
         self._process = process
         self._numbers = itertools.count()
 
@@ -43,6 +46,11 @@ class EngineDesk:
             spec, start, identity=process.identity, gate=process.gate, clock=process.clock
         )
         await stream.run(requests, context)
+
+    def work(self, name: str, request: EngineRequest) -> EngineWork:
+        """Begin to follow a request in the engine, under a span of this name."""
+        attributes = {"kvmesh.prompt_tokens": len(request.token_ids)}
+        return self.metrics.work(self._tracer.span(name, request.traceparent, attributes))
 
     def request(self, start: Any, call: ServerCall) -> EngineRequest:
         """Read what a start asks of the engine. Raises `InvalidRequestError`."""

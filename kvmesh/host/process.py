@@ -31,7 +31,7 @@ from kvmesh.rpc.config import RpcConfig, reachable
 from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.server import MeshServer, Register, serve
 from kvmesh.rpc.serving import Identity
-from kvmesh.telemetry import Telemetry, TelemetryConfig, log_to, telemetry
+from kvmesh.telemetry import Meter, Telemetry, TelemetryConfig, log_to, telemetry
 from kvmesh.types import Member, Role, State
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,13 @@ def main(
     epoch, clock, rng = uuid.uuid4().hex, SystemClock(), random.Random()
     life = Life(_member_id(role, config.rpc, epoch), role, epoch, clock, rng)
     try:
-        with log_to(sys.stderr, role=role, level=seen.log_level, json_lines=seen.log_json):
+        with log_to(
+            sys.stderr,
+            role=role,
+            level=seen.log_level,
+            json_lines=seen.log_json,
+            messages=seen.log_messages,
+        ):
             return uvloop.run(_run(config, life, app, prepare))
     except MeshError as error:
         print(f"kvmesh {role}: {error.message}", file=sys.stderr)  # noqa: T201
@@ -174,10 +180,19 @@ async def _process(config: ConfigT, life: Life, stack: AsyncExitStack) -> Proces
     seen = await stack.enter_async_context(
         telemetry(config.telemetry, life.role, life.epoch, environ)
     )
-    seen.meter.counter_from("kvmesh_taken", "requests taken in", lambda: gate.entered)
-    seen.meter.gauge("kvmesh_running", "requests running now", lambda: gate.running)
+    show_gate(seen.meter, life.role, gate)
     found = await stack.enter_async_context(create(config.discovery, life.clock, life.rng))
     return Process(life.id, life.role, life.epoch, life.clock, life.rng, seen, found, gate, environ)
+
+
+def show_gate(meter: Meter, role: Role, gate: Gate) -> None:
+    """Show what passes through a process's gate."""
+    meter.counter_from(
+        "kvmesh_taken", "Requests taken in.", lambda: {(role,): gate.entered}, labels=("role",)
+    )
+    meter.gauge(
+        "kvmesh_running", "Requests running now.", lambda: {(role,): gate.running}, labels=("role",)
+    )
 
 
 async def _serve(

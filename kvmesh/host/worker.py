@@ -16,7 +16,6 @@ from kvmesh.host.desk import Running
 from kvmesh.host.process import Config, Life, Process, Service, main
 from kvmesh.rpc.server import Register
 from kvmesh.rpc.serving import Identity
-from kvmesh.telemetry import Meter
 from kvmesh.types import CacheSnapshot, KvEvent, Load, Role, WorkerEvent
 from kvmesh.v1 import worker_pb2, worker_pb2_grpc
 from kvmesh.wire import check_revision, event_to_proto
@@ -101,7 +100,6 @@ def worker_service(
 ) -> Service:
     """Return a worker's service: the role's own registrations and `WorkerService`."""
     engine = running.engine
-    _show_load(engine, process.telemetry.meter)
     servicer = WorkerServicer(engine, process.identity)
     register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
     return Service(
@@ -131,38 +129,12 @@ def _details(info: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _show_load(engine: AsyncEngine, meter: Meter) -> None:
-    """Show the engine's load on a process's metrics."""
-    for name, unit, description in _GAUGES:
-        meter.gauge(f"kvmesh_engine_{name}", description, _reader(engine, name), unit=unit)
-    meter.counter_from(
-        "kvmesh_kv_received",
-        "bytes of KV pulled from other workers",
-        _reader(engine, "received_bytes"),
-        unit="By",
-    )
-
-
 async def tickets_settled(engine: AsyncEngine) -> None:
     """Wait until no KV is held for tickets; leases bound the wait."""
     while True:
         if not engine.load().ticket_bytes:
             return
         await asyncio.sleep(SETTLE_SECONDS)
-
-
-_GAUGES = (
-    ("running", "", "requests in the running batch"),
-    ("waiting", "", "requests waiting for room"),
-    ("used_blocks", "", "KV blocks in use by requests and tickets"),
-    ("total_blocks", "", "KV blocks in all"),
-    ("ticket_blocks", "", "KV blocks held for tickets"),
-    ("ticket_bytes", "", "bytes held for tickets"),
-)
-
-
-def _reader(engine: AsyncEngine, name: str) -> Callable[[], float]:
-    return lambda: float(getattr(engine.load(), name))
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

@@ -106,11 +106,19 @@ class BatchCall(Call, Generic[ValueT]):
         self._interruption = error
         self._wake.set()
 
+    def wake(self) -> None:
+        """Make whoever waits in `woken` or `next` look around."""
+        self._wake.set()
+
+    async def woken(self) -> None:
+        """Wait until `next` would return at once, taking nothing."""
+        await self._wake.wait()
+
     async def next(self) -> tuple[list[ValueT], Completion | None]:
         """Wait for news; return all that has come, and the end once it is there.
 
         Raises the error the request ended with, or an interruption, after what came
-        before it was read.
+        before it was read. Returns nothing new after a `wake`.
         """
         await self._wake.wait()
         self._wake.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 
 from kvmesh.clock import Clock
-from kvmesh.errors import MeshError, ProtocolError
+from kvmesh.errors import InvalidRequestError, MeshError, ProtocolError
 from kvmesh.rpc.calls import BatchCall, Call, ValueCall
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.specs import DECODE, DETOKENIZE, PREFILL, ROUTE, TOKENIZE
@@ -25,6 +25,8 @@ from kvmesh.types import (
     Plan,
     Prompt,
     Sampling,
+    TextLogprob,
+    TokenLogprob,
     WorkerNews,
 )
 from kvmesh.v1 import worker_pb2, worker_pb2_grpc
@@ -38,19 +40,31 @@ from kvmesh.wire import (
     ticket_from_proto,
     ticket_to_proto,
 )
+from kvmesh.wire_logprobs import (
+    logprobs_from_proto,
+    logprobs_to_proto,
+    text_logprobs_from_proto,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Some text of a completion. `token_count`: tokens read so far, in all."""
+    """Some text of a completion. `token_count`: tokens read so far, in all.
+
+    `logprobs`: the tokens that the text is made of, where log probabilities were fed.
+    """
 
     text: str
     token_count: int
+    logprobs: tuple[TextLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """What a router has to know of a request. Hashes are of `block_size` tokens."""
+    """What a router has to know of a request. Hashes are of `block_size` tokens.
+
+    Requests of one `session` belong together; empty: of none.
+    """
 
     model: str
     prompt_tokens: int
@@ -58,6 +72,7 @@ class RouteQuery:
     block_hashes: Sequence[int]
     block_size: int
     excluded: Sequence[str] = ()
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +82,24 @@ class PrefillAnswer:
     ticket: KvTicket | None
     first_token_ids: Sequence[int]
     cached_tokens: int
+    logprobs: Sequence[TokenLogprob] = ()
 
 
-async def encode(
-    peer: Peer, prompt: Prompt, model: str, block_size: int, context: Context, clock: Clock
+async def encode(  # noqa: PLR0913 - one argument for each field of the start
+    peer: Peer,
+    prompt: Prompt,
+    model: str,
+    block_size: int,
+    context: Context,
+    clock: Clock,
+    *,
+    truncate_to: int = 0,
 ) -> Encoded:
-    """Render and encode a prompt. `block_size` 0: no hashes."""
+    """Render and encode a prompt. `block_size` 0: no hashes; `truncate_to` 0: all of it."""
     call = ValueCall(peer.stream(TOKENIZE), lambda m: Encoded(m.token_ids, m.block_hashes))
-    start = call.request.starts.add(stream_id=call.stream_id, model=model, block_size=block_size)
+    start = call.request.starts.add(
+        stream_id=call.stream_id, model=model, block_size=block_size, truncate_to=truncate_to
+    )
     context_to_proto(context, start.context, clock)
     prompt_to_proto(prompt, start)
     async with call:
@@ -89,12 +114,14 @@ class TextCall(BatchCall[TextPiece]):
         self.fed = 0
         """Tokens fed so far: the offset of the next one."""
 
-    def feed(self, token_ids: Sequence[int]) -> None:
-        """Send further token ids. Ignored once the text has ended."""
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Send further token ids, perhaps with theirs. Ignored once the text has ended."""
         if self.stream.is_live(self.stream_id):
-            self.stream.outbox.next().deltas.add(
+            delta = self.stream.outbox.next().deltas.add(
                 stream_id=self.stream_id, offset=self.fed, token_ids=token_ids
             )
+            if logprobs:
+                logprobs_to_proto(logprobs, delta)
             self.fed += len(token_ids)
 
     def finish(self) -> None:
@@ -112,6 +139,7 @@ def detokenize(  # noqa: PLR0913 - one argument for each field of the start
     stop: Sequence[str] = (),
     include_stop: bool = False,
     keep_special: bool = False,
+    min_tokens: int = 0,
 ) -> TextCall:
     """Start turning a completion into text."""
     call = TextCall(peer)
@@ -121,6 +149,7 @@ def detokenize(  # noqa: PLR0913 - one argument for each field of the start
         stop=stop,
         include_stop=include_stop,
         keep_special=keep_special,
+        min_tokens=min_tokens,
     )
     context_to_proto(context, start.context, clock)
     return call
@@ -132,10 +161,15 @@ class PlanCall(ValueCall[Plan]):
     def __init__(self, peer: Peer) -> None:
         super().__init__(peer.stream(ROUTE), plan_from_proto)
 
-    def prefilled(self) -> None:
-        """Say that the prompt is computed: the prefill work reserved for it is done."""
+    def prefilled(self, cached_tokens: int | None = None) -> None:
+        """Say that the prompt is computed: the prefill work reserved for it is done.
+
+        `cached_tokens`: how much of it had been cached, where that is known.
+        """
         if self.stream.is_live(self.stream_id):
-            self.stream.outbox.next().progress.add(stream_id=self.stream_id, prefilled=True)
+            self.stream.outbox.next().progress.add(
+                stream_id=self.stream_id, prefilled=True, cached_tokens=cached_tokens
+            )
 
 
 def route(peer: Peer, query: RouteQuery, context: Context, clock: Clock) -> PlanCall:
@@ -148,6 +182,7 @@ def route(peer: Peer, query: RouteQuery, context: Context, clock: Clock) -> Plan
         max_tokens=query.max_tokens,
         block_size=query.block_size,
         excluded_worker_ids=query.excluded,
+        session_key=query.session,
     )
     start.block_hashes.extend(query.block_hashes)
     context_to_proto(context, start.context, clock)
@@ -209,25 +244,34 @@ def prefill(
     return call
 
 
+TokenSink = Callable[[Sequence[int], Sequence[TokenLogprob]], None]
+"""Gets token ids, with log probabilities where these were asked for."""
+
+
 class DecodeCall(Call):
     """A completion being generated.
 
     Tokens go to `sink` as they come and the end to `done`, in the stream's reader:
     neither may block or raise. `done` is called exactly once, after the last token;
     when the call is left, only then, once what the request held on the worker is free.
-    `completion` resolves with it.
+    `completion` resolves with it. `prompt_sink` gets the prompt's tokens but the first,
+    where their log probabilities were asked for, before any other token.
     """
 
     def __init__(
         self,
         peer: Peer,
-        sink: Callable[[Sequence[int]], None],
+        sink: TokenSink,
         done: Callable[[Completion | MeshError], None] | None = None,
+        prompt_sink: TokenSink | None = None,
     ) -> None:
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.received = 0
         """Tokens received so far."""
+        self.cached_tokens: int | None = None
+        """Prompt tokens that were cached; None: not said with the tokens so far."""
         self._sink = sink
+        self._prompt_sink = prompt_sink
         self._done = done
         self._closed = False
         super().__init__(peer.stream(DECODE))
@@ -236,12 +280,21 @@ class DecodeCall(Call):
         """Pass tokens on, refusing a gap or a repetition."""
         if self._closed:
             return
-        if item.offset != self.received:
-            self.end(ProtocolError(f"token {item.offset} came where {self.received} was due"))
-            self.leave()
+        try:
+            logprobs = logprobs_from_proto(item) if item.logprobs else ()
+        except InvalidRequestError as error:
+            self._refuse(error.message)
             return
-        self.received += len(item.token_ids)
-        self._sink(item.token_ids)
+        if item.prompt:
+            if self._prompt_sink is not None:
+                self._prompt_sink(item.token_ids, logprobs)
+        elif item.offset != self.received:
+            self._refuse(f"token {item.offset} came where {self.received} was due")
+        else:
+            if not self.received and item.HasField("cached_tokens"):
+                self.cached_tokens = item.cached_tokens
+            self.received += len(item.token_ids)
+            self._sink(item.token_ids, logprobs)
 
     def end(self, outcome: Completion | MeshError) -> None:
         """Tell `done` and resolve `completion`; the first end stands."""
@@ -260,6 +313,10 @@ class DecodeCall(Call):
         self._closed = True
         self.stream.cancel(self.stream_id)
 
+    def _refuse(self, why: str) -> None:
+        self.end(ProtocolError(why))
+        self.leave()
+
 
 def decode(  # noqa: PLR0913 - one argument for each field of the start
     peer: Peer,
@@ -269,11 +326,12 @@ def decode(  # noqa: PLR0913 - one argument for each field of the start
     clock: Clock,
     *,
     ticket: KvTicket | None,
-    sink: Callable[[Sequence[int]], None],
+    sink: TokenSink,
     done: Callable[[Completion | MeshError], None] | None = None,
+    prompt_sink: TokenSink | None = None,
 ) -> DecodeCall:
     """Start a completion, from a ticket's KV or, without one, from the prompt."""
-    call = DecodeCall(peer, sink, done)
+    call = DecodeCall(peer, sink, done, prompt_sink)
     start = call.request.starts.add(stream_id=call.stream_id)
     start.token_ids.extend(token_ids)
     sampling_to_proto(sampling, start.sampling)
@@ -313,9 +371,15 @@ _worker_stub: Callable[[grpc.aio.Channel], Any] = worker_pb2_grpc.WorkerServiceS
 
 
 def _text_piece(message: Any) -> TextPiece:
-    return TextPiece(message.text, message.token_count)
+    logprobs = text_logprobs_from_proto(message) if message.logprobs else ()
+    return TextPiece(message.text, message.token_count, logprobs)
 
 
 def _prefill_answer(message: Any) -> PrefillAnswer:
     ticket = ticket_from_proto(message.ticket) if message.HasField("ticket") else None
-    return PrefillAnswer(ticket, tuple(message.first_token_ids), message.cached_tokens)
+    return PrefillAnswer(
+        ticket,
+        tuple(message.first_token_ids),
+        message.cached_tokens,
+        logprobs_from_proto(message),
+    )

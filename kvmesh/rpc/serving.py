@@ -7,6 +7,7 @@ handled here, once for all streams.
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -129,7 +130,7 @@ class ServerCall:
         elif isinstance(error, MeshError):
             self.fail(error)
         else:
-            log.error("request %s failed", self.context.request_id, exc_info=error)
+            log.error("request %s failed", _shown(self.context), exc_info=error)
             self.fail(InternalError("internal error"))
 
 
@@ -222,7 +223,7 @@ class ServerStream(Generic[RequestT, ResponseT]):
         except MeshError as error:
             call.fail(error)
         except Exception:  # top of a request
-            log.exception("request %s failed at its start", context.request_id)
+            log.exception("request %s failed at its start", _shown(context))
             call.fail(InternalError("internal error"))
 
     def _arm(self, call: ServerCall, seconds: float) -> None:
@@ -240,6 +241,8 @@ class ServerStream(Generic[RequestT, ResponseT]):
             raise ProtocolError("no open was sent") from None
         if not first.HasField("open") or first.open.schema_revision < 1:
             raise ProtocolError("the first message must be open, with a schema_revision >= 1")
+        if len(first.ListFields()) > 1:  # would wait for an answer for ever
+            raise ProtocolError("open must come alone")
         reply: Any = self._spec.response()
         reply.opened.schema_revision = min(SCHEMA_REVISION, first.open.schema_revision)
         reply.opened.server_id = self._identity.server_id
@@ -274,3 +277,11 @@ class ServerStream(Generic[RequestT, ResponseT]):
                 tasks.add(call._task)
             call.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _shown(context: Context) -> str:
+    """Return a request's id for logs, if it is one of ours: callers write what they like."""
+    return context.request_id if _OWN_ID.fullmatch(context.request_id) else "with a caller's id"
+
+
+_OWN_ID = re.compile(r"[0-9a-f]{32}")

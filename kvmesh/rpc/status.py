@@ -41,6 +41,7 @@ _SERVER = "server_error"
 
 TABLE: dict[Reason, Row] = {
     Reason.INVALID_ARGUMENT: Row(grpc.StatusCode.INVALID_ARGUMENT, 400, _BAD_REQUEST, False),
+    Reason.UNAUTHENTICATED: Row(grpc.StatusCode.UNAUTHENTICATED, 401, _BAD_REQUEST, False),
     Reason.UNKNOWN_MODEL: Row(grpc.StatusCode.NOT_FOUND, 404, _BAD_REQUEST, False),
     Reason.CONTEXT_LENGTH_EXCEEDED: Row(grpc.StatusCode.INVALID_ARGUMENT, 400, _BAD_REQUEST, False),
     Reason.REQUEST_TOO_LARGE: Row(grpc.StatusCode.INVALID_ARGUMENT, 413, _BAD_REQUEST, False),
@@ -66,6 +67,7 @@ _CLASSES: dict[Reason, type[MeshError]] = {
 # What a bare gRPC status, without our details, is taken for.
 _REASON_OF_CODE: dict[grpc.StatusCode, Reason] = {
     grpc.StatusCode.INVALID_ARGUMENT: Reason.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED: Reason.UNAUTHENTICATED,
     grpc.StatusCode.NOT_FOUND: Reason.UNKNOWN_MODEL,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Reason.OVERLOADED,
     grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE_EXCEEDED,

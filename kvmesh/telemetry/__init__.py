@@ -5,17 +5,21 @@
 `log_to`.
 """
 
+from kvmesh.telemetry.histogram import Histogram, Series
+from kvmesh.telemetry.labels import OTHER
 from kvmesh.telemetry.logs import log_to
-from kvmesh.telemetry.metrics import DURATION_BUCKETS, Counter, Histogram, Meter
+from kvmesh.telemetry.metrics import DURATION_BUCKETS, Counter, Meter
 from kvmesh.telemetry.setup import Telemetry, TelemetryConfig, quiet_telemetry, telemetry
-from kvmesh.telemetry.trace import Kind, Span, Tracer, current_span, parse_traceparent
+from kvmesh.telemetry.trace import Kind, Span, Tracer, current_span, parse_traceparent, safe_message
 
 __all__ = [
     "DURATION_BUCKETS",
+    "OTHER",
     "Counter",
     "Histogram",
     "Kind",
     "Meter",
+    "Series",
     "Span",
     "Telemetry",
     "TelemetryConfig",
@@ -24,5 +28,6 @@ __all__ = [
     "log_to",
     "parse_traceparent",
     "quiet_telemetry",
+    "safe_message",
     "telemetry",
 ]

@@ -4,8 +4,10 @@ The server has threads of its own, so that a process whose event loop is stuck s
 tells how it is.
 """
 
+import math
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6, socket
@@ -13,8 +15,11 @@ from socket import AF_INET, AF_INET6, socket
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from kvmesh.config import ConfigError
+from kvmesh.telemetry.histogram import Distribution, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -29,10 +34,11 @@ _POLL_S = 0.1
 class Exposition:
     """The process's metrics as Prometheus reads them, CPU and memory included."""
 
-    def __init__(self) -> None:
+    def __init__(self, histograms: Sequence[Histogram]) -> None:
         self._registry = CollectorRegistry()
         self._lock = threading.Lock()
         self.reader = PrometheusMetricReader(registry=self._registry, scope_info_enabled=False)
+        self._registry.register(_Histograms(histograms))
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
 
@@ -41,6 +47,41 @@ class Exposition:
         # The reader hands over through a queue that two collections would mix up.
         with self._lock:
             return generate_latest(self._registry)
+
+
+class _Histograms(Collector):
+    """Our histograms, named as the reader of the rest names its own."""
+
+    def __init__(self, histograms: Sequence[Histogram]) -> None:
+        self._histograms = histograms
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        for histogram in tuple(self._histograms):
+            name = _plain(histogram.name) + _SUFFIXES.get(histogram.unit, "")
+            family = HistogramMetricFamily(name, histogram.description)
+            found = histogram.read()
+            for distribution in found:
+                _add(family, distribution)
+            if found:
+                yield family
+
+
+_SUFFIXES = {"s": "_seconds", "By": "_bytes"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def _add(family: HistogramMetricFamily, distribution: Distribution) -> None:
+    labels = {_plain(name): value for name, value in distribution.labels.items() if value}
+    up_to = 0
+    for bound, count in zip((*distribution.bounds, math.inf), distribution.counts, strict=True):
+        up_to += count
+        bucket = {**labels, "le": "+Inf" if bound == math.inf else repr(float(bound))}
+        family.add_sample(f"{family.name}_bucket", bucket, up_to)
+    family.add_sample(f"{family.name}_count", labels, up_to)
+    family.add_sample(f"{family.name}_sum", labels, distribution.sum)
 
 
 @contextmanager

@@ -10,21 +10,20 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, CallbackT, Observation
-from opentelemetry.metrics import Histogram as OtelHistogram
 from opentelemetry.metrics import Meter as OtelMeter
 
+from kvmesh.telemetry.histogram import Histogram
+from kvmesh.telemetry.labels import MAX_LABEL_SETS, OTHER, Labels
+
+__all__ = ["DURATION_BUCKETS", "MAX_LABEL_SETS", "OTHER", "Counter", "Histogram", "Meter"]
+
 # The same in every process, so that quantiles can be taken over a sum of them. The
-# top is the longest a request may take; the bottom a step of a fast simulated engine.
+# top is beyond the longest a request may take, so that one which ran out of time is
+# still in a bucket; the bottom a step of a fast simulated engine.
 DURATION_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0),
 )
-SIZE_BUCKETS = tuple(float(4**power) for power in range(13))
-
-# Label sets of one instrument. Labels are outcomes, roles, worker ids: far below it.
-# Past it values are still counted, under OTHER, so that a mistake can't eat the memory.
-MAX_LABEL_SETS = 256
-OTHER = "other"
 
 _NAME = re.compile(r"kvmesh_[a-z0-9_]+|gen_ai\.[a-z0-9_.]+")
 
@@ -34,8 +33,10 @@ Reading = float | Mapping[tuple[str, ...], float]
 class Meter:
     """Makes instruments; each name once in a process."""
 
-    def __init__(self, inner: OtelMeter) -> None:
+    def __init__(self, inner: OtelMeter, histograms: list[Histogram]) -> None:
+        """Take the SDK's meter, and the list that readers find histograms in."""
         self._inner = inner
+        self._histograms = histograms
         self._names: set[str] = set()
 
     def counter(
@@ -62,13 +63,12 @@ class Meter:
         labels: Sequence[str] = (),
         unit: str = "s",
         buckets: Sequence[float] = DURATION_BUCKETS,
-    ) -> "Histogram":
+    ) -> Histogram:
         """Return a histogram: of seconds, if nothing else is said."""
         self._claim(name)
-        inner = self._inner.create_histogram(
-            name, unit, description, explicit_bucket_boundaries_advisory=buckets
-        )
-        return Histogram(inner, labels)
+        histogram = Histogram(name, description, labels=labels, unit=unit, buckets=buckets)
+        self._histograms.append(histogram)
+        return histogram
 
     def gauge(
         self,
@@ -112,7 +112,7 @@ class Counter:
     """A sum for each set of label values. May be used from any thread."""
 
     def __init__(self, labels: Sequence[str] = ()) -> None:
-        self._labels = _Labels(labels)
+        self._labels = Labels(labels)
         self._lock = threading.Lock()
         # Without labels the sum is shown from the start, as 0.
         self._sums: dict[tuple[str, ...], float] = {} if labels else {(): 0}
@@ -127,40 +127,6 @@ class Counter:
         """Return a copy of the sums by label values."""
         with self._lock:
             return dict(self._sums)
-
-
-class Histogram:
-    """A distribution for each set of label values. May be used from any thread."""
-
-    def __init__(self, inner: OtelHistogram, labels: Sequence[str] = ()) -> None:
-        self._inner = inner
-        self._labels = _Labels(labels)
-        self._lock = threading.Lock()
-
-    def record(self, value: float, **labels: str) -> None:
-        """Add a value under exactly these labels."""
-        with self._lock:
-            key = self._labels.key(labels)
-        self._inner.record(value, dict(zip(self._labels.names, key, strict=True)))
-
-
-class _Labels:
-    """The label sets of an instrument. Not locked."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
-        self._known: set[tuple[str, ...]] = set()
-
-    def key(self, labels: Mapping[str, str]) -> tuple[str, ...]:
-        if len(labels) != len(self.names):
-            raise ValueError(f"labels are {self.names}, not {tuple(labels)}")
-        key = tuple([labels[name] for name in self.names])
-        if key in self._known:
-            return key
-        if len(self._known) >= MAX_LABEL_SETS:
-            return (OTHER,) * len(self.names)
-        self._known.add(key)
-        return key
 
 
 def _observe(read: Callable[[], Reading], labels: Sequence[str]) -> CallbackT:

@@ -9,23 +9,30 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    HistogramDataPoint,
+    Metric,
     MetricExporter,
     MetricExportResult,
     MetricReader,
     MetricsData,
     PeriodicExportingMetricReader,
 )
+from opentelemetry.sdk.metrics.export import Histogram as HistogramData
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from kvmesh.config import ConfigError
+from kvmesh.telemetry.histogram import Histogram
 from kvmesh.telemetry.trace import Tracer
 
 _logger = logging.getLogger(__name__)
@@ -109,10 +116,15 @@ def tracer_to(processor: SpanProcessor, resource: Resource) -> Tracer:
 
 
 @asynccontextmanager
-async def exported_metrics(address: str, environ: Mapping[str, str]) -> AsyncIterator[MetricReader]:
-    """Yield a reader that sends to the collector at `address`; leaving takes up to 2 s."""
+async def exported_metrics(
+    address: str, environ: Mapping[str, str], histograms: Sequence[Histogram]
+) -> AsyncIterator[MetricReader]:
+    """Yield a reader that sends to the collector at `address`; leaving takes up to 2 s.
+
+    The histograms go along with what the SDK collects, as cumulative ones.
+    """
     interval_ms = _positive(environ, "OTEL_METRIC_EXPORT_INTERVAL", 60_000)
-    exporter = _Metrics(address)
+    exporter = _Metrics(address, histograms)
     # Never by itself: the task below asks it to, and is ended before the last export.
     reader = PeriodicExportingMetricReader(exporter, math.inf)
     with _quiet():
@@ -177,16 +189,54 @@ class _Spans(OTLPSpanExporter):
 
 
 class _Metrics(OTLPMetricExporter):
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, histograms: Sequence[Histogram]) -> None:
         super().__init__(endpoint=address)
         self._collector = _Collector("metrics", address)
+        self._histograms = histograms
+        self._started = time.time_ns()
 
     def export(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: object
     ) -> MetricExportResult:
-        result = super().export(metrics_data, timeout_millis, **kwargs)
+        whole = _with(metrics_data, self._histograms, self._started)
+        result = super().export(whole, timeout_millis, **kwargs)
         self._collector.note(result is MetricExportResult.SUCCESS)
         return result
+
+
+def _with(data: MetricsData, histograms: Sequence[Histogram], started: int) -> MetricsData:
+    """Return what the SDK collected with our histograms added to its first scope."""
+    now = time.time_ns()
+    metrics = [_metric(each, started, now) for each in tuple(histograms)]
+    if not data.resource_metrics or not metrics:
+        return data
+    first, *others = data.resource_metrics
+    scope, *scopes = first.scope_metrics
+    scope = replace(scope, metrics=[*scope.metrics, *metrics])
+    return MetricsData([replace(first, scope_metrics=[scope, *scopes]), *others])
+
+
+def _metric(histogram: Histogram, started: int, now: int) -> Metric:
+    points = [
+        HistogramDataPoint(
+            attributes={name: value for name, value in read.labels.items() if value},
+            start_time_unix_nano=started,
+            time_unix_nano=now,
+            count=read.count,
+            sum=read.sum,
+            bucket_counts=read.counts,
+            explicit_bounds=read.bounds,
+            min=read.min,
+            max=read.max,
+        )
+        for read in histogram.read()
+    ]
+    return Metric(
+        histogram.name,
+        histogram.description,
+        histogram.unit,
+        HistogramData(points, AggregationTemporality.CUMULATIVE),
+    )
 
 
 class _BoundedProcessor(BatchSpanProcessor):

@@ -8,9 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 
 from kvmesh.telemetry.exposition import Exposition, serve_metrics
+from kvmesh.telemetry.histogram import Histogram
 from kvmesh.telemetry.metrics import Meter
 from kvmesh.telemetry.otlp import endpoint, exported_metrics, exported_traces, tracer_to
 from kvmesh.telemetry.trace import Tracer
@@ -28,6 +30,10 @@ class TelemetryConfig:
         },
     )
     log_json: bool = field(default=False, metadata={"help": "log JSON objects, one a line"})
+    log_messages: bool = field(
+        default=False,
+        metadata={"help": "log the messages of unexpected exceptions, too: they may quote prompts"},
+    )
     metrics_host: str = field(
         default="127.0.0.1", metadata={"help": "address that /metrics is served on"}
     )
@@ -63,12 +69,14 @@ async def telemetry(
     follow, a metrics port in use among them.
     """
     resource = _resource(role, epoch, environ)
-    exposition = Exposition()
+    histograms: list[Histogram] = []
+    exposition = Exposition(histograms)
     async with AsyncExitStack() as stack:
         readers: list[MetricReader] = [exposition.reader]
         if address := endpoint(environ, "METRICS"):
-            readers.append(await stack.enter_async_context(exported_metrics(address, environ)))
-        meter = _meter(readers, resource)
+            exported = exported_metrics(address, environ, histograms)
+            readers.append(await stack.enter_async_context(exported))
+        meter = _meter(readers, resource, histograms)
         tracer = Tracer()
         if address := endpoint(environ, "TRACES"):
             tracer, count = await stack.enter_async_context(
@@ -85,22 +93,26 @@ async def telemetry(
         yield Telemetry(tracer, meter, served, exposition.render)
 
 
-def quiet_telemetry(span_exporter: SpanExporter | None = None) -> Telemetry:
+def quiet_telemetry(spans: SpanExporter | SpanProcessor | None = None) -> Telemetry:
     """Return telemetry without sockets or threads, which nobody needs to close.
 
-    For tests and tools. Spans go to `span_exporter` as they end, if there is one.
+    For tests and tools. Spans go to `spans` as they end, to a processor also as they start.
     """
     resource = Resource.get_empty()
-    exposition = Exposition()
+    histograms: list[Histogram] = []
+    exposition = Exposition(histograms)
     tracer = Tracer()
-    if span_exporter is not None:
-        tracer = tracer_to(SimpleSpanProcessor(span_exporter), resource)
-    return Telemetry(tracer, _meter([exposition.reader], resource), "", exposition.render)
+    if isinstance(spans, SpanExporter):
+        spans = SimpleSpanProcessor(spans)
+    if spans is not None:
+        tracer = tracer_to(spans, resource)
+    meter = _meter([exposition.reader], resource, histograms)
+    return Telemetry(tracer, meter, "", exposition.render)
 
 
-def _meter(readers: list[MetricReader], resource: Resource) -> Meter:
+def _meter(readers: list[MetricReader], resource: Resource, histograms: list[Histogram]) -> Meter:
     provider = MeterProvider(readers, resource, shutdown_on_exit=False)
-    return Meter(provider.get_meter("kvmesh"))
+    return Meter(provider.get_meter("kvmesh"), histograms)
 
 
 def _resource(role: str, epoch: str, environ: Mapping[str, str]) -> Resource:

@@ -24,7 +24,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import Tracer as OtelTracer
 
-from kvmesh.errors import MeshError, Reason
+from kvmesh.errors import InvalidRequestError, MeshError, Reason
 
 Attribute = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float]
 Kind = SpanKind
@@ -42,6 +42,17 @@ _current: ContextVar["Span | None"] = ContextVar("kvmesh_span", default=None)
 def current_span() -> "Span | None":
     """Return the innermost span entered in this task, for log lines."""
     return _current.get()
+
+
+def safe_message(error: BaseException) -> str:
+    """Return what of an error's message may be recorded, "" for nothing.
+
+    Only what our own errors say of the mesh: others may quote a prompt, and what is
+    wrong with a request is told to its caller in his own words.
+    """
+    if isinstance(error, MeshError) and not isinstance(error, InvalidRequestError):
+        return error.message
+    return ""
 
 
 def parse_traceparent(text: str) -> str:
@@ -118,6 +129,11 @@ class Span:
         """The trace as 32 hex digits, or ""."""
         return self.traceparent[3:35]
 
+    @property
+    def recording(self) -> bool:
+        """Whether anybody will see what is set."""
+        return self._inner is not None and self._inner.is_recording()
+
     def child(
         self,
         name: str,
@@ -143,17 +159,20 @@ class Span:
         if self._inner is not None:
             self._inner.add_event(name, attributes)
 
-    def end(self, error: BaseException | None = None) -> None:
-        """End the span; with `error`, as failed for its reason.
+    def fail(self, kind: str) -> None:
+        """Mark the span as failed; it goes on. `kind` is one of few, such as a status."""
+        if self._inner is not None:
+            self._inner.set_attribute("error.type", kind)
+            self._inner.set_status(StatusCode.ERROR)
 
-        Only the messages of our own errors are recorded: others might quote a prompt.
-        """
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span; with `error`, as failed for its reason and with its `safe_message`."""
         inner, self._inner = self._inner, None
         if inner is None:
             return
         if error is not None:
             inner.set_attribute("error.type", _reason(error))
-            inner.set_status(StatusCode.ERROR, str(error) if isinstance(error, MeshError) else None)
+            inner.set_status(StatusCode.ERROR, safe_message(error) or None)
         inner.end()
 
     def __enter__(self) -> Self:

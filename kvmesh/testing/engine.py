@@ -42,6 +42,11 @@ class EngineRig(Protocol):
     and `pair` lend may be shared by tests, if it is idle and whole in between.
     """
 
+    @property
+    def eos(self) -> int:
+        """A token that ends the model's text."""
+        ...
+
     def prompt(self, tokens: int, variant: int = 0) -> list[int]:
         """Return a valid prompt of that many tokens; variants differ in their first token."""
         ...
@@ -68,6 +73,11 @@ class SimRig:
 
     def __init__(self, config: SimConfig | None = None) -> None:
         self._config = config or SimConfig(block_size=4, latency=Latency(speed=0.0))
+
+    @property
+    def eos(self) -> int:
+        """The model's end."""
+        return self._config.eos_token_id
 
     def prompt(self, tokens: int, variant: int = 0) -> list[int]:
         """Return seeded random token ids."""

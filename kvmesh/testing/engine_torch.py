@@ -70,7 +70,9 @@ class TorchRig:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._vocab_size = read_info(folder).vocab_size
+        info = read_info(folder)
+        self._vocab_size = info.vocab_size
+        self.eos = info.eos_token_ids[0]
 
     def prompt(self, tokens: int, variant: int = 0) -> list[int]:
         """Return seeded random token ids."""

@@ -14,7 +14,7 @@ from kvmesh.clock import SystemClock
 from kvmesh.config import environment
 from kvmesh.engine.base import EngineInfo, Seat
 from kvmesh.engine.vllm import VllmConfig, VllmEngine
-from kvmesh.models import SMOLLM2, default_cache, fetch_smollm2
+from kvmesh.models import SMOLLM2, default_cache, fetch_smollm2, read_info
 from kvmesh.testing.engine import EngineRig, Pair, Started, started
 from kvmesh.types import Role
 
@@ -62,6 +62,7 @@ class VllmRig:
     def __init__(self, model: Path, config: VllmConfig = CONFIG) -> None:
         self._model = model
         self._config = config
+        self.eos = read_info(model).eos_token_ids[0]
 
     def prompt(self, tokens: int, variant: int = 0) -> list[int]:
         """Return seeded random token ids."""

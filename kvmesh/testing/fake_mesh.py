@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvmesh.errors import UnavailableError
@@ -89,7 +90,7 @@ async def fake_mesh(  # noqa: PLR0913 - one argument for each switch
     decodes: int = 1,
     router: bool = True,
     remote: bool = False,
-    spans: SpanExporter | None = None,
+    spans: SpanExporter | SpanProcessor | None = None,
 ) -> AsyncIterator[FakeMesh]:
     """Yield a frontend, `app` with `config`, in a mesh of fakes."""
     async with mesh(spans=spans) as running:

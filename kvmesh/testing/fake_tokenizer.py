@@ -2,17 +2,29 @@
 
 import asyncio
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from kvmesh.errors import InvalidRequestError
 from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import DETOKENIZE, TOKENIZE
 from kvmesh.testing.fakes import MODEL, Fake
-from kvmesh.types import ChatPrompt, Completion, FinishReason, Role, TextPrompt, Usage
+from kvmesh.types import (
+    ChatPrompt,
+    Completion,
+    FinishReason,
+    Role,
+    TextLogprob,
+    TextPrompt,
+    TokenScore,
+    Usage,
+)
 from kvmesh.v1 import tokenizer_pb2_grpc
 from kvmesh.wire import prompt_from_proto
+from kvmesh.wire_logprobs import logprobs_from_proto, text_logprobs_to_proto
 
 
 def encode(prompt: Any) -> list[int]:
@@ -59,7 +71,7 @@ class FakeTokenizer(Fake):
         with self.running(call):
             if self.hold is not None:
                 await self.hold.wait()
-            ids = encode(prompt_from_proto(start))
+            ids = encode(prompt_from_proto(start))[-start.truncate_to :]
             if not ids:
                 raise InvalidRequestError("the prompt has no tokens", field="prompt")
             result = call.outbox.next().results.add(stream_id=call.stream_id, token_ids=ids)
@@ -70,7 +82,7 @@ class FakeTokenizer(Fake):
 
     def _open(self, start: Any, call: ServerCall) -> None:
         self.detokenizes.append(start)
-        text = _FakeText(call, list(start.stop), include_stop=start.include_stop)
+        text = _FakeText(call, start)
         key = (id(call.outbox), call.stream_id)
         self.texts[key] = text
         call.on_cancel = partial(self._cancelled, key)
@@ -78,7 +90,7 @@ class FakeTokenizer(Fake):
     def _feed(self, message: Any, stream: Any) -> None:
         for delta in message.deltas:
             text = self.texts.get((id(stream.outbox), delta.stream_id))
-            if text is not None and text.push(delta.token_ids):
+            if text is not None and text.push(delta):
                 del self.texts[id(stream.outbox), delta.stream_id]
         for stream_id in message.finishes:
             text = self.texts.pop((id(stream.outbox), stream_id), None)
@@ -90,51 +102,84 @@ class FakeTokenizer(Fake):
 
 
 class _FakeText:
-    def __init__(self, call: ServerCall, stops: list[str], *, include_stop: bool) -> None:
+    def __init__(self, call: ServerCall, start: Any) -> None:
         self.call = call
-        self._stops = stops
-        self._include = include_stop
+        self._stops: list[str] = sorted(start.stop, key=len, reverse=True)
+        self._start = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
         self._sent = 0
         self._count = 0
+        self._logprobs: deque[tuple[int, TextLogprob]] = deque()
+        """Of the tokens that are not sent: each with where its text ends."""
 
-    def push(self, token_ids: Sequence[int]) -> bool:
+    def push(self, delta: Any) -> bool:
         """Take tokens; whether a stop string has ended the text."""
-        if not self._stops:
-            self._count += len(token_ids)
-            self._write(self._decoder.decode(bytes([token % 256 for token in token_ids])))
+        if not self._stops and not delta.logprobs:
+            # Nothing of it has to be kept: tests send megabytes.
+            self._count += len(delta.token_ids)
+            self._text = self._decoder.decode(b"".join(map(_bytes, delta.token_ids)))
+            self._sent = 0
+            self._send(len(self._text), ())
             return False
-        for token in token_ids:
+        rows = logprobs_from_proto(delta) or repeat(None)
+        for token, row in zip(delta.token_ids, rows, strict=False):
+            begin = len(self._text)
             self._count += 1
-            self._text += self._decoder.decode(bytes([token % 256]))
-            for stop in self._stops:
-                if self._text.endswith(stop):
-                    cut = len(self._text) - (0 if self._include else len(stop))
-                    self._send(cut)
-                    usage = Usage(0, self._count)
-                    self.call.end(Completion(FinishReason.STOP, usage, stop))
-                    return True
+            self._text += self._decoder.decode(_bytes(token))
+            if row is not None:
+                pending, _ = self._decoder.getstate()
+                entry = TextLogprob(_score(token, row.logprob), begin, _scores(row.top))
+                self._logprobs.append((len(self._text) + bool(pending), entry))
+            stop = self._stop()
+            if stop is not None and len(self._text) > begin:
+                self._end_at(stop)
+                return True
         held = max((self._overlap(stop) for stop in self._stops), default=0)
-        self._send(len(self._text) - held)
+        end = len(self._text) - held
+        due = []
+        while self._logprobs and self._logprobs[0][0] <= end:
+            due.append(self._logprobs.popleft()[1])
+        self._send(end, due)
         return False
 
     def finish(self) -> None:
         """End."""
         self._text += self._decoder.decode(b"", True)
-        self._send(len(self._text))
+        self._send(len(self._text), [entry for _, entry in self._logprobs])
         self.call.end(Completion(usage=Usage(0, self._count)))
 
+    def _stop(self) -> str | None:
+        if self._count <= self._start.min_tokens:
+            return None
+        return next((stop for stop in self._stops if self._text.endswith(stop)), None)
+
+    def _end_at(self, stop: str) -> None:
+        end = len(self._text) - (0 if self._start.include_stop else len(stop))
+        self._send(end, [entry for _, entry in self._logprobs if entry.offset < end])
+        self.call.end(Completion(FinishReason.STOP, Usage(0, self._count), stop))
+
     def _overlap(self, stop: str) -> int:
-        sizes = range(min(len(stop), len(self._text)), 0, -1)
+        sizes = range(min(len(stop) - 1, len(self._text)), 0, -1)
         return next((size for size in sizes if self._text.endswith(stop[:size])), 0)
 
-    def _send(self, end: int) -> None:
-        self._write(self._text[self._sent : end])
+    def _send(self, end: int, logprobs: Sequence[TextLogprob]) -> None:
+        text = self._text[self._sent : end]
         self._sent = max(self._sent, end)
-
-    def _write(self, text: str) -> None:
-        if text:
-            self.call.outbox.next().deltas.add(
+        if text or logprobs:
+            delta = self.call.outbox.next().deltas.add(
                 stream_id=self.call.stream_id, text=text, token_count=self._count
             )
+            text_logprobs_to_proto(logprobs, delta)
+
+
+def _bytes(token: int) -> bytes:
+    return bytes([token % 256])
+
+
+def _score(token: int, logprob: float) -> TokenScore:
+    return TokenScore(token, _bytes(token), logprob)
+
+
+def _scores(top: Sequence[tuple[int, float]]) -> tuple[TokenScore, ...]:
+    return tuple(_score(token, logprob) for token, logprob in top)

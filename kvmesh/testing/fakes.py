@@ -20,6 +20,7 @@ from kvmesh.types import (
     KvTicket,
     Plan,
     Role,
+    TokenLogprob,
     Usage,
 )
 from kvmesh.v1 import (
@@ -30,10 +31,14 @@ from kvmesh.v1 import (
     worker_pb2_grpc,
 )
 from kvmesh.wire import plan_to_proto, ticket_to_proto
+from kvmesh.wire_logprobs import logprobs_to_proto
 
 MODEL = "fake-model"
 
 POLL_SECONDS = 0.005
+
+CACHED_TOKENS = 5
+"""Tokens of each prompt that a fake decode worker says it had cached."""
 
 
 class Fake:
@@ -276,16 +281,31 @@ class FakeDecode(FakeWorker):
 
         def emit(token_ids: Sequence[int]) -> None:
             nonlocal sent
-            call.outbox.next().deltas.add(
+            delta = call.outbox.next().deltas.add(
                 stream_id=call.stream_id, offset=sent, token_ids=token_ids
             )
+            if not sent:
+                delta.cached_tokens = CACHED_TOKENS
+            if start.sampling.HasField("logprobs"):
+                logprobs_to_proto([row(t, start.sampling.logprobs) for t in token_ids], delta)
             sent += len(token_ids)
 
         with self.running(call):
+            if start.sampling.HasField("prompt_logprobs"):
+                ids = start.token_ids[1:]
+                delta = call.outbox.next().deltas.add(
+                    stream_id=call.stream_id, offset=1, token_ids=ids, prompt=True
+                )
+                logprobs_to_proto([row(t, start.sampling.prompt_logprobs) for t in ids], delta)
             finish = await self.script(self, start, emit)
         before = len(start.ticket.first_token_ids) if start.HasField("ticket") else 0
-        usage = Usage(len(start.token_ids), before + sent, cached_tokens=5)
+        usage = Usage(len(start.token_ids), before + sent, CACHED_TOKENS)
         return Completion(finish, usage, self.stop_token)
+
+
+def row(token: int, count: int) -> TokenLogprob:
+    """Return what fake workers say of a token: the likelier, the smaller its id."""
+    return TokenLogprob(-token / 100, tuple((token + n, -(token + n) / 100) for n in range(count)))
 
 
 async def say(fake: FakeDecode, start: Any, emit: Emit) -> FinishReason:

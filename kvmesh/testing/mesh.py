@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from kvmesh.clock import Clock, SystemClock
 from kvmesh.discovery.base import Registration
-from kvmesh.host.process import App, Process, Service
+from kvmesh.host.process import App, Process, Service, show_gate
 from kvmesh.host.worker import WorkerApp, WorkerConfig, running_engine
 from kvmesh.rpc.config import RpcConfig
 from kvmesh.rpc.gate import Gate
@@ -54,7 +55,7 @@ class Node:
 class Mesh:
     """Starts nodes. Use `mesh()`, which stops them in the end."""
 
-    def __init__(self, clock: Clock, spans: SpanExporter | None) -> None:
+    def __init__(self, clock: Clock, spans: SpanExporter | SpanProcessor | None) -> None:
         self.discovery = MemoryDiscovery()
         self.nodes: list[Node] = []
         self._clock = clock
@@ -82,6 +83,7 @@ class Mesh:
             gate=Gate(),
             environ=environ or {},
         )
+        show_gate(process.telemetry.meter, role, process.gate)
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(app(config, process))
             rpc = replace(getattr(config, "rpc", RpcConfig()), host="127.0.0.1", port=0)
@@ -119,7 +121,7 @@ def worker(app: WorkerApp) -> App[Any]:
 
 @asynccontextmanager
 async def mesh(
-    *, clock: Clock | None = None, spans: SpanExporter | None = None
+    *, clock: Clock | None = None, spans: SpanExporter | SpanProcessor | None = None
 ) -> AsyncIterator[Mesh]:
     """Yield an empty mesh; stop what was started in it. Spans of all nodes go to `spans`."""
     running = Mesh(clock or SystemClock(), spans)

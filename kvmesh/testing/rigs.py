@@ -37,6 +37,3 @@ SLOW = frozenset({"vllm"})
 
 STEPPING = frozenset(RIGS) - {"vllm"}
 """Those that can hand over whole steps."""
-
-LOGITS = frozenset({"torch", "vllm"})
-"""Those that pick from logits, which can be biased and told."""

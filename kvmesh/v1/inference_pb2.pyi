@@ -11,20 +11,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateInput(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "stop", "priority")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "stop", "priority", "include_stop", "keep_special", "add_special_tokens", "truncate_to")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_TO_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: _tokenizer_pb2.Chat
     token_ids: _tokenizer_pb2.TokenIds
     sampling: _generation_pb2.SamplingParams
     stop: _containers.RepeatedScalarFieldContainer[str]
     priority: int
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_tokenizer_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_tokenizer_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ...) -> None: ...
+    include_stop: bool
+    keep_special: bool
+    add_special_tokens: bool
+    truncate_to: int
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_tokenizer_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_tokenizer_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., include_stop: bool = ..., keep_special: bool = ..., add_special_tokens: bool = ..., truncate_to: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "input")
@@ -35,14 +43,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., input: _Optional[_Union[GenerateInput, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "completion", "request_id")
+    __slots__ = ("text", "completion", "request_id", "logprobs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     completion: _generation_pb2.Completion
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., completion: _Optional[_Union[_generation_pb2.Completion, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    def __init__(self, text: _Optional[str] = ..., completion: _Optional[_Union[_generation_pb2.Completion, _Mapping]] = ..., request_id: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class StreamGenerateRequest(_message.Message):
     __slots__ = ("model", "input")
@@ -53,14 +63,16 @@ class StreamGenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., input: _Optional[_Union[GenerateInput, _Mapping]] = ...) -> None: ...
 
 class StreamGenerateResponse(_message.Message):
-    __slots__ = ("text", "completion", "request_id")
+    __slots__ = ("text", "completion", "request_id", "logprobs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: str
     completion: _generation_pb2.Completion
     request_id: str
-    def __init__(self, text: _Optional[str] = ..., completion: _Optional[_Union[_generation_pb2.Completion, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    def __init__(self, text: _Optional[str] = ..., completion: _Optional[_Union[_generation_pb2.Completion, _Mapping]] = ..., request_id: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class MultiplexGenerateRequest(_message.Message):
     __slots__ = ("open", "starts", "cancels")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\"\x91\x01\n\x0cRouteRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.RouteStart\x12*\n\x08progress\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.RouteProgress\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x03(\r\"\xcc\x01\n\nRouteStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x08 \x03(\t\"5\n\rRouteProgress\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\tprefilled\x18\x02 \x01(\x08\"\x8d\x01\n\rRouteResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12#\n\x05plans\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.RoutePlan\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\x98\x01\n\tRoutePlan\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12$\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x04 \x01(\r\x12\x0b\n\x03why\x18\x05 \x01(\t\">\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t2O\n\rRouterService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\"\x91\x01\n\x0cRouteRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.RouteStart\x12*\n\x08progress\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.RouteProgress\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x03(\r\"\xe1\x01\n\nRouteStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x08 \x03(\t\x12\x13\n\x0bsession_key\x18\t \x01(\t\"c\n\rRouteProgress\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\tprefilled\x18\x02 \x01(\x08\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"\x8d\x01\n\rRouteResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12#\n\x05plans\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.RoutePlan\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\x98\x01\n\tRoutePlan\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12$\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x04 \x01(\r\x12\x0b\n\x03why\x18\x05 \x01(\t\">\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t2O\n\rRouterService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTEREQUEST']._serialized_start=66
   _globals['_ROUTEREQUEST']._serialized_end=211
   _globals['_ROUTESTART']._serialized_start=214
-  _globals['_ROUTESTART']._serialized_end=418
-  _globals['_ROUTEPROGRESS']._serialized_start=420
-  _globals['_ROUTEPROGRESS']._serialized_end=473
-  _globals['_ROUTERESPONSE']._serialized_start=476
-  _globals['_ROUTERESPONSE']._serialized_end=617
-  _globals['_ROUTEPLAN']._serialized_start=620
-  _globals['_ROUTEPLAN']._serialized_end=772
-  _globals['_WORKERREF']._serialized_start=774
-  _globals['_WORKERREF']._serialized_end=836
-  _globals['_ROUTERSERVICE']._serialized_start=838
-  _globals['_ROUTERSERVICE']._serialized_end=917
+  _globals['_ROUTESTART']._serialized_end=439
+  _globals['_ROUTEPROGRESS']._serialized_start=441
+  _globals['_ROUTEPROGRESS']._serialized_end=540
+  _globals['_ROUTERESPONSE']._serialized_start=543
+  _globals['_ROUTERESPONSE']._serialized_end=684
+  _globals['_ROUTEPLAN']._serialized_start=687
+  _globals['_ROUTEPLAN']._serialized_end=839
+  _globals['_WORKERREF']._serialized_start=841
+  _globals['_WORKERREF']._serialized_end=903
+  _globals['_ROUTERSERVICE']._serialized_start=905
+  _globals['_ROUTERSERVICE']._serialized_end=984
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class RouteRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_generation_pb2.Open, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[RouteStart, _Mapping]]] = ..., progress: _Optional[_Iterable[_Union[RouteProgress, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteStart(_message.Message):
-    __slots__ = ("stream_id", "context", "model", "prompt_tokens", "max_tokens", "block_hashes", "block_size", "excluded_worker_ids")
+    __slots__ = ("stream_id", "context", "model", "prompt_tokens", "max_tokens", "block_hashes", "block_size", "excluded_worker_ids", "session_key")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class RouteStart(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXCLUDED_WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_KEY_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     context: _generation_pb2.RequestContext
     model: str
@@ -37,15 +38,18 @@ class RouteStart(_message.Message):
     block_hashes: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
     excluded_worker_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, stream_id: _Optional[int] = ..., context: _Optional[_Union[_generation_pb2.RequestContext, _Mapping]] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., excluded_worker_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    session_key: str
+    def __init__(self, stream_id: _Optional[int] = ..., context: _Optional[_Union[_generation_pb2.RequestContext, _Mapping]] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., block_hashes: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., excluded_worker_ids: _Optional[_Iterable[str]] = ..., session_key: _Optional[str] = ...) -> None: ...
 
 class RouteProgress(_message.Message):
-    __slots__ = ("stream_id", "prefilled")
+    __slots__ = ("stream_id", "prefilled", "cached_tokens")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     prefilled: bool
-    def __init__(self, stream_id: _Optional[int] = ..., prefilled: bool = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, stream_id: _Optional[int] = ..., prefilled: bool = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
     __slots__ = ("sequence", "opened", "plans", "ends")

@@ -1,35 +1,45 @@
 """One completion on its way: token ids in from the engines, text out to the caller."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmesh.errors import MeshError, ProtocolError
 from kvmesh.rpc.clients import TextCall
-from kvmesh.types import Completion, FinishReason, Usage
+from kvmesh.types import Completion, FinishReason, TextLogprob, TokenLogprob, Usage
 from services.frontend.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What comes next of an answer. The last piece, and only it, has the completion.
+    """What comes next of choice `index`. Its last piece, and only that, has the completion.
 
-    `text` may be empty in the last one. `token_count`: tokens read so far, in all.
+    `text` may be empty in the last one, and where `logprobs` is not. `token_count`: tokens of
+    this choice read so far, in all. `prompt_tokens`: those of its prompt.
     """
 
     text: str
     token_count: int
     completion: Completion | None = None
+    index: int = 0
+    logprobs: tuple[TextLogprob, ...] = ()
+    prompt_tokens: int = 0
 
 
 class Answer:
-    """Joins what generates tokens and what turns them into text.
+    """Joins what generates the tokens of a choice and what turns them into text.
 
-    `feed` and `end` are called by streams' readers: they don't block and don't raise.
-    A generation that fails makes `next` raise; another one may then go on feeding.
+    `feed`, `feed_prompt` and `end` are called by streams' readers: they don't block and
+    don't raise. A generation that fails makes `next` raise; another one may then go on
+    feeding.
     """
 
     def __init__(
-        self, text: TextCall, request: Request, prompt_tokens: int, first: Callable[[], None]
+        self,
+        text: TextCall,
+        request: Request,
+        prompt_tokens: int,
+        first: Callable[[], None],
+        index: int = 0,
     ) -> None:
         self.received = 0
         """Tokens generated so far, those that the text does not show included."""
@@ -37,14 +47,18 @@ class Answer:
         """Prompt tokens that a remote prefill found cached; None: decode will say."""
         self.completion: Completion | None = None
         """How it all ended, once the last piece is there."""
+        self.shift = 0
+        """Characters before this text in the choice's, where a prompt is echoed."""
         self._text = text
+        self._index = index
         self._prompt_tokens = prompt_tokens
+        self._prompt_rows: list[TokenLogprob] = []
         self._first = first
         self._generated: Completion | None = None
         # The token that ends generation has no text of its own: hold back what may be it.
         self._hides_last = request.keep_special and not request.include_stop
         self._hidden = frozenset(() if request.include_stop else request.sampling.stop_token_ids)
-        self._held: list[int] = []
+        self._held: tuple[list[int], list[TokenLogprob]] = ([], [])
 
     @property
     def generated(self) -> bool:
@@ -56,24 +70,44 @@ class Answer:
         """Whether the text can still take tokens."""
         return self._text.stream.is_live(self._text.stream_id)
 
-    def feed(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens, one or more."""
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Take the next tokens, one or more, with theirs if these were asked for."""
         if not self.received:
             self._first()
         self.received += len(token_ids)
         if self._hides_last or self._hidden:
-            token_ids = self._hold_back(token_ids)
+            token_ids, logprobs = self._hold_back(token_ids, logprobs)
         if token_ids:
-            self._text.feed(token_ids)
+            self._text.feed(token_ids, logprobs)
+
+    def feed_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Take log probabilities of the prompt's next tokens."""
+        self._prompt_rows.extend(logprobs)
+        self._text.wake()
+
+    async def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Wait for those of all the prompt's tokens but the first; raises as `next` does.
+
+        To be called before `next`: no text is there until they are.
+        """
+        while len(self._prompt_rows) < self._prompt_tokens - 1:
+            await self._text.woken()
+            if len(self._prompt_rows) < self._prompt_tokens - 1:
+                _, end = await self._text.next()
+                if end is not None:
+                    raise ProtocolError("the prompt's log probabilities did not come")
+        return self._prompt_rows
 
     def end(self, outcome: Completion | MeshError) -> None:
         """Take the end of a generation."""
         if isinstance(outcome, MeshError):
+            self._prompt_rows = []  # another attempt sends them all again
             self._text.interrupt(outcome)
             return
         self._generated = outcome
-        if self._held and outcome.finish_reason is not FinishReason.STOP:
-            self._text.feed(self._held)
+        ids, logprobs = self._held
+        if ids and outcome.finish_reason is not FinishReason.STOP:
+            self._text.feed(ids, logprobs)
         self._text.finish()
 
     def interrupt(self, error: MeshError) -> None:
@@ -92,13 +126,22 @@ class Answer:
             if texts or end is not None:
                 count = texts[-1].token_count if texts else 0
                 text = texts[0].text if len(texts) == 1 else "".join([t.text for t in texts])
-                return Piece(text, count, self.completion)
+                entries = texts[0].logprobs if len(texts) == 1 else ()
+                if len(texts) > 1:
+                    entries = tuple([entry for t in texts for entry in t.logprobs])
+                if self.shift and entries:
+                    entries = tuple([replace(e, offset=e.offset + self.shift) for e in entries])
+                return Piece(
+                    text, count, self.completion, self._index, entries, self._prompt_tokens
+                )
 
-    def _hold_back(self, token_ids: Sequence[int]) -> list[int]:
-        ready = [*self._held, *token_ids]
-        last = self._hides_last or ready[-1] in self._hidden
-        self._held = [ready.pop()] if last else []
-        return ready
+    def _hold_back(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[list[int], list[TokenLogprob]]:
+        ids, rows = [*self._held[0], *token_ids], [*self._held[1], *logprobs]
+        last = len(ids) - 1 if self._hides_last or ids[-1] in self._hidden else len(ids)
+        self._held = (ids[last:], rows[last:])
+        return ids[:last], rows[:last]
 
     def _merge(self, text: Completion) -> Completion:
         """Return the whole answer's end from that of its text and that of its tokens."""

@@ -24,9 +24,9 @@ async def app(config: FrontendConfig, process: Process) -> AsyncIterator[Service
     Leave it when no request runs any more: what still does is cut off.
     """
     telemetry = process.telemetry
-    metrics = FrontendMetrics(telemetry.meter)
     async with PeerPool.open(f"{process.id}/{process.epoch}", config.rpc) as pool:
         fleet = Fleet(pool, process.rng)
+        metrics = FrontendMetrics(telemetry.meter, fleet.knows)
         async with roster(process.discovery) as members, Tickets(fleet, metrics) as tickets:
             members.listen(fleet.update)
             await members.first()
@@ -40,8 +40,6 @@ async def app(config: FrontendConfig, process: Process) -> AsyncIterator[Service
             )
             rest = RestApp(pipeline, fleet, metrics, process, config)
             async with serve_http(rest, config.http) as port:
-                servicer = InferenceServicer(
-                    pipeline, fleet, metrics, process, config.limits.request_seconds
-                )
+                servicer = InferenceServicer(pipeline, fleet, metrics, process, config)
                 address = f"{reachable(config.http.host, config.rpc.advertise)}:{port}"
                 yield Service({SERVICE_NAME: servicer.register}, {"http_address": address})

@@ -16,6 +16,13 @@ class HttpConfig:
         default=8000,
         metadata={"help": "port to listen on; 0: any free one", "min": 0, "max": 65535},
     )
+    api_keys: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "secret": True,
+            "help": "keys of which callers must show one; none: everybody may call",
+        },
+    )
     max_body_mib: int = field(
         default=16, metadata={"help": "largest request body, in MiB", "min": 1, "max": 1024}
     )
@@ -39,6 +46,20 @@ class LimitsConfig:
     )
     messages: int = field(
         default=4096, metadata={"help": "messages in one conversation at most", "min": 1}
+    )
+    choices: int = field(
+        default=128,
+        metadata={"help": "answers of one request, n for each of its prompts", "min": 1},
+    )
+    stops: int = field(
+        default=16, metadata={"help": "stop strings of one request", "min": 1, "max": 1024}
+    )
+    stop_chars: int = field(
+        default=1024,
+        metadata={"help": "characters of one stop string: so much text is held back", "min": 1},
+    )
+    stop_token_ids: int = field(
+        default=256, metadata={"help": "stop token ids of one request", "min": 1}
     )
 
 

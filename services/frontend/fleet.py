@@ -57,6 +57,10 @@ class Fleet:
         """Return what can be served end to end now, by name."""
         return tuple(self._models.values())
 
+    def knows(self, name: str) -> bool:
+        """Return whether a model of this name was ever announced."""
+        return name in self._known
+
     def model(self, name: str) -> Model:
         """Return a model that can be served.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from kvmesh.errors import MeshError
 from kvmesh.rpc.clients import DecodeCall
-from kvmesh.types import Completion
+from kvmesh.types import Completion, TokenLogprob
 from services.frontend.answer import Answer
 from services.frontend.placement import Placement
 
@@ -38,13 +38,15 @@ class Generation:
                 self._give_back()
             raise
 
-    def tokens(self, token_ids: Sequence[int]) -> None:
+    def tokens(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Take tokens; runs in the stream's reader."""
         if not self._started:
             self._started = True
-            self._placement.prefilled()
+            if self._call is not None and self._answer.cached_tokens is None:
+                self._answer.cached_tokens = self._call.cached_tokens
+            self._placement.prefilled(self._answer.cached_tokens)
         if self._answer.open:
-            self._answer.feed(token_ids)
+            self._answer.feed(token_ids, logprobs)
         else:
             self.leave()
 
@@ -54,6 +56,8 @@ class Generation:
         unopened = isinstance(outcome, MeshError) and not self._started and not lost
         if unopened and self._give_back is not None:
             self._give_back()
+        if isinstance(outcome, Completion) and outcome.usage is not None:
+            self._placement.prefilled(outcome.usage.cached_tokens)
         if not self._left:
             self._answer.end(outcome)
 

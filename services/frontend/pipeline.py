@@ -1,24 +1,34 @@
 """The life of a request: validate, tokenize, route, prefill, decode, detokenize, answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 
 from kvmesh.clock import Clock
-from kvmesh.errors import ContextLengthError, DeadlineError, MeshError, UnavailableError
+from kvmesh.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    InvalidRequestError,
+    MeshError,
+    UnavailableError,
+)
 from kvmesh.rpc import clients
-from kvmesh.rpc.peer import Peer
-from kvmesh.telemetry import Kind, Tracer
-from kvmesh.types import ChatPrompt, Encoded, KvTicket
+from kvmesh.telemetry import Span, Tracer
+from kvmesh.types import Encoded, KvTicket
 from services.frontend.answer import Answer, Piece
 from services.frontend.config import LimitsConfig
+from services.frontend.echo import Echo
 from services.frontend.fleet import Fleet, Model
 from services.frontend.generation import Generation
+from services.frontend.merge import merged
 from services.frontend.metrics import FrontendMetrics, Step
 from services.frontend.placement import Placement, Placer
-from services.frontend.request import Request
-from services.frontend.run import Run
+from services.frontend.request import Request, check_limits
+from services.frontend.run import Choice, Run
+from services.frontend.spans import described
+from services.frontend.texts import Texts
 from services.frontend.tickets import Tickets
 
 
@@ -42,48 +52,85 @@ class Pipeline:
         self._tracer = tracer
         self._clock = clock
         self._placer = Placer(fleet, metrics, clock)
+        self._texts = Texts(fleet, metrics, clock)
+        self._echo = Echo(self._texts)
 
     async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """Yield the answer as it comes; the last piece has the completion.
+        """Yield the choices' text as it comes; each choice's last piece has its completion.
 
-        Raises `MeshError`. Closing the generator, or cancelling whoever waits in it,
-        cancels the work in every process at once, without waiting for them.
+        Raises `MeshError`, for one choice that fails as for all. Closing the generator, or
+        cancelling whoever waits in it, cancels the work in every process at once, without
+        waiting for them.
         """
         with self._observed(request) as run:
+            check_limits(request, self._limits)
             model = self._fleet.model(request.model)
-            encoded, tokenizer = await self._tokenize(run, model)
-            check_length(request, model, len(encoded.token_ids))
-            with self._detokenize(run, tokenizer, encoded) as answer:
-                while answer.completion is None:
-                    try:
-                        with await self._placer.place(run, model, encoded) as placement:
-                            ticket = await self._prefill(run, placement, encoded, answer)
-                            with self._decode(run, placement, ticket, encoded, answer):
-                                while answer.completion is None:
-                                    piece = await answer.next()
-                                    run.text_sent()
-                                    yield piece
-                    except MeshError as error:
-                        run.retry(error, self._limits.attempts)
+            sources = await self._texts.encode(run, model)
+            for source in sources:
+                check_length(request, model, len(source.encoded.token_ids))
+            run.choices = [
+                Choice(run, index, sources[index // request.n]) for index in range(request.choices)
+            ]
+            answers = [self._answer(choice, model) for choice in run.choices]
+            async with aclosing(answers[0] if len(answers) == 1 else merged(answers)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def tokenize(self, request: Request) -> list[Encoded]:
+        """Return the request's prompts as token ids. Raises `MeshError`."""
+        with self._traced("tokenize", request) as span:
+            run = Run(request, span, self._metrics, self._clock)
+            sources = await self._texts.encode(run, self._fleet.model(request.model))
+            return [source.encoded for source in sources]
+
+    async def detokenize(self, request: Request, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included. Raises `MeshError`."""
+        with self._traced("detokenize", request) as span:
+            run = Run(request, span, self._metrics, self._clock)
+            lost: MeshError | None = None
+            for tokenizer in self._fleet.tokenizers(self._fleet.model(request.model)):
+                try:
+                    text, _ = await self._texts.decode(run, tokenizer, token_ids, keep_special=True)
+                except UnavailableError as error:
+                    lost = error
+                    continue
+                except EngineError:  # here the ids are the caller's
+                    raise InvalidRequestError(
+                        "a token id is outside the model's vocabulary", field="tokens"
+                    ) from None
+                return text
+            raise lost or UnavailableError("no tokenizer is left")
+
+    def context_length(self, model: str) -> int:
+        """Return the longest prompt plus completion, in tokens; 0: not known."""
+        return self._fleet.model(model).context_length
+
+    async def _answer(self, choice: Choice, model: Model) -> AsyncGenerator[Piece, None]:
+        """Yield one choice, from as many attempts as it takes."""
+        if not choice.needs_engine:
+            yield choice.sent(await self._echo.piece(choice, None))
+            return
+        with self._detokenize(choice) as answer:
+            while choice.completion is None:
+                try:
+                    with await self._placer.place(choice, model) as placement:
+                        ticket = await self._prefill(choice, placement, answer)
+                        with self._decode(choice, placement, ticket, answer):
+                            if not choice.echoed:
+                                first = await self._echo.piece(choice, answer)
+                                choice.echoed = True
+                                yield choice.sent(first)
+                            while choice.completion is None:
+                                yield choice.sent(await answer.next())
+                except MeshError as error:
+                    choice.retry(error, self._limits.attempts)
 
     @contextmanager
     def _observed(self, request: Request) -> Iterator[Run]:
         """Trace and count the request."""
-        sampling = request.sampling
-        span = self._tracer.span(
-            f"{request.operation} {request.model}",
-            request.traceparent,
-            {"gen_ai.operation.name": request.operation, "kvmesh.request_id": request.id},
-            kind=Kind.SERVER,
-        )
-        span.set("gen_ai.request.model", request.model)
-        if sampling.max_tokens is not None:
-            span.set("gen_ai.request.max_tokens", sampling.max_tokens)
-        if sampling.temperature is not None:
-            span.set("gen_ai.request.temperature", sampling.temperature)
-        run = Run(request, span, self._metrics, self._clock)
-        failure: BaseException | None = None
-        with span:
+        with self._traced(request.operation, request) as span:
+            run = Run(request, span, self._metrics, self._clock)
+            failure: BaseException | None = None
             try:
                 yield run
             except BaseException as error:
@@ -92,47 +139,33 @@ class Pipeline:
             finally:
                 run.end(failure)
 
-    async def _tokenize(self, run: Run, model: Model) -> tuple[Encoded, Peer]:
-        """Encode the prompt; the tokenizer that did will do the text as well."""
-        request = run.request
-        lost: MeshError | None = None
-        with run.span.child("tokenize") as span:
-            for peer in self._fleet.tokenizers(model):
-                encoding = clients.encode(
-                    peer,
-                    request.prompt,
-                    model.name,
-                    model.block_size,
-                    run.context(span),
-                    self._clock,
-                )
-                try:
-                    encoded = await run.within(encoding)
-                except UnavailableError as error:
-                    self._metrics.retried(Step.TOKENIZE)
-                    lost = error
-                    continue
-                count = len(encoded.token_ids)
-                self._metrics.prompt_tokens += count
-                span.set("kvmesh.prompt_tokens", count)
-                return encoded, peer
-        raise lost or UnavailableError(f"no tokenizer serves the model {model.name!r}")
+    @contextmanager
+    def _traced(self, operation: str, request: Request) -> Iterator[Span]:
+        model = self._metrics.model(request.model)
+        span = self._tracer.span(f"{operation} {model}", request.traceparent)
+        if span.recording:
+            for name, value in described(request, operation, model).items():
+                span.set(name, value)
+        with span:
+            yield span
 
     @contextmanager
-    def _detokenize(self, run: Run, tokenizer: Peer, encoded: Encoded) -> Iterator[Answer]:
+    def _detokenize(self, choice: Choice) -> Iterator[Answer]:
         """Open the text. It ends with the block, or with an error at the deadline."""
-        request = run.request
+        run, request = choice.run, choice.run.request
         text = clients.detokenize(
-            tokenizer,
+            choice.source.tokenizer,
             request.model,
             run.context(run.span),
             self._clock,
             stop=request.stop,
             include_stop=request.include_stop,
             keep_special=request.keep_special,
+            min_tokens=request.sampling.min_tokens,
         )
-        answer = Answer(text, request, len(encoded.token_ids), run.first_token)
-        run.answer = answer
+        prompt_tokens = len(choice.source.encoded.token_ids)
+        answer = Answer(text, request, prompt_tokens, choice.first_token, choice.index)
+        choice.answer = answer
         timer = asyncio.get_running_loop().call_later(
             run.seconds_left, answer.interrupt, DeadlineError("the request's time is up")
         )
@@ -143,7 +176,7 @@ class Pipeline:
             text.leave()
 
     async def _prefill(
-        self, run: Run, placement: Placement, encoded: Encoded, answer: Answer
+        self, choice: Choice, placement: Placement, answer: Answer
     ) -> KvTicket | None:
         """Have the prompt computed elsewhere, if so planned; its KV waits at the ticket.
 
@@ -152,12 +185,13 @@ class Pipeline:
         worker = placement.plan.prefill
         if worker is None:
             return None
-        run.at(Step.PREFILL, placement.plan)
+        run = choice.run
+        choice.at(Step.PREFILL, placement.plan)
         with run.span.child("prefill", {"kvmesh.worker": worker.id}) as span:
             call = clients.prefill(
                 self._fleet.peer(worker),
-                encoded.token_ids,
-                run.request.sampling,
+                choice.source.encoded.token_ids,
+                choice.sampling,
                 run.context(span),
                 self._clock,
                 orphan=partial(self._tickets.release, worker),
@@ -167,29 +201,24 @@ class Pipeline:
                 ended = None if prefilled.ticket else await run.within(call.completion)
             span.set("kvmesh.cached_tokens", prefilled.cached_tokens)
         # No await from here on: the ticket in hand goes to decode at once.
-        placement.prefilled()
+        placement.prefilled(prefilled.cached_tokens)
         answer.cached_tokens = prefilled.cached_tokens
         if prefilled.first_token_ids:
-            answer.feed(prefilled.first_token_ids)
+            answer.feed(prefilled.first_token_ids, prefilled.logprobs)
         if ended is not None:
             answer.end(ended)
         return prefilled.ticket
 
     @contextmanager
     def _decode(
-        self,
-        run: Run,
-        placement: Placement,
-        ticket: KvTicket | None,
-        encoded: Encoded,
-        answer: Answer,
+        self, choice: Choice, placement: Placement, ticket: KvTicket | None, answer: Answer
     ) -> Iterator[None]:
         """Generate for as long as the block runs, if prefill has not come to the end."""
         if answer.generated:
             yield
             return
-        plan = placement.plan
-        run.at(Step.DECODE, plan)
+        run, plan = choice.run, placement.plan
+        choice.at(Step.DECODE, plan)
         give_back = None
         if ticket is not None and plan.prefill is not None:
             give_back = partial(self._tickets.release, plan.prefill, ticket)
@@ -198,13 +227,14 @@ class Pipeline:
             generation.start(
                 lambda sink: clients.decode(
                     self._fleet.peer(plan.decode),
-                    encoded.token_ids,
-                    run.request.sampling,
+                    choice.source.encoded.token_ids,
+                    choice.sampling,
                     run.context(span),
                     self._clock,
                     ticket=ticket,
                     sink=sink.tokens,
                     done=sink.done,
+                    prompt_sink=answer.feed_prompt,
                 )
             )
             try:
@@ -216,9 +246,15 @@ class Pipeline:
 def check_length(request: Request, model: Model, prompt_tokens: int) -> None:
     """Raise `ContextLengthError` if prompt and completion can't fit the model's context."""
     limit, wanted = model.context_length, request.sampling.max_tokens
-    if not limit or prompt_tokens + (wanted or 1) <= limit:
+    least = (wanted or 1) if request.generate else 0
+    if not limit or prompt_tokens + least <= limit:
         return
-    prompt = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+    prompt = "messages" if request.operation == "chat" else "prompt"
+    if not request.generate:
+        raise ContextLengthError(
+            f"the prompt has {prompt_tokens} tokens, more than the context of {limit} tokens",
+            field=prompt,
+        )
     if wanted is None or prompt_tokens >= limit:
         raise ContextLengthError(
             f"the prompt has {prompt_tokens} tokens, which leaves no room to answer in the "

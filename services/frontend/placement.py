@@ -15,10 +15,10 @@ from kvmesh.rpc import clients
 from kvmesh.rpc.clients import PlanCall, RouteQuery
 from kvmesh.rpc.peer import Peer
 from kvmesh.telemetry import Span
-from kvmesh.types import Encoded, Plan
+from kvmesh.types import Plan
 from services.frontend.fleet import RETRY_AFTER_SECONDS, Fleet, Model
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.run import Run
+from services.frontend.run import Choice
 
 
 @dataclass(slots=True)
@@ -29,12 +29,18 @@ class Placement:
     _fleet: Fleet
     _call: PlanCall | None = None
     _prefilled: bool = False
+    _cached_told: bool = False
 
-    def prefilled(self) -> None:
-        """Tell the router that the prompt is computed. Again: no effect."""
-        if self._call is not None and not self._prefilled:
+    def prefilled(self, cached_tokens: int | None = None) -> None:
+        """Tell the router that the prompt is computed, and how much of it had been cached.
+
+        Each is told once; `cached_tokens` may follow as soon as it is known.
+        """
+        news = cached_tokens is not None and not self._cached_told
+        if self._call is not None and (news or not self._prefilled):
             self._prefilled = True
-            self._call.prefilled()
+            self._cached_told = self._cached_told or news
+            self._call.prefilled(cached_tokens)
 
     def __enter__(self) -> Self:
         self._fleet.decoding[self.plan.decode.id] += 1
@@ -62,34 +68,38 @@ class Placer:
         self._metrics = metrics
         self._clock = clock
 
-    async def place(self, run: Run, model: Model, encoded: Encoded) -> Placement:
+    async def place(self, choice: Choice, model: Model) -> Placement:
         """Return a placement, to be entered at once.
 
         Raises what a router refuses the request with. Routers that can't be reached
         are passed over; without any, the least busy decode worker does it all.
         """
-        run.at(None)
+        run, encoded = choice.run, choice.source.encoded
+        choice.at(None)
         with run.span.child("route") as span:
             query = RouteQuery(
                 model.name,
                 prompt_tokens=len(encoded.token_ids),
-                max_tokens=run.request.sampling.max_tokens or 0,
+                max_tokens=choice.sampling.max_tokens or 0,
                 block_hashes=encoded.block_hashes,
                 block_size=model.block_size,
-                excluded=run.excluded,
+                excluded=choice.excluded,
             )
             placement = None
             for peer in self._fleet.routers():
-                placement = await self._ask(run, peer, query, span)
+                placement = await self._ask(choice, peer, query, span)
                 if placement is not None:
                     break
             else:
-                placement = self._choose(run, model)
+                placement = self._choose(choice, model)
             _describe(span, placement.plan)
             return placement
 
-    async def _ask(self, run: Run, router: Peer, query: RouteQuery, span: Span) -> Placement | None:
+    async def _ask(
+        self, choice: Choice, router: Peer, query: RouteQuery, span: Span
+    ) -> Placement | None:
         """Return the router's plan; None if it can't be reached or takes no requests."""
+        run = choice.run
         try:
             call = clients.route(router, query, run.context(span), self._clock)
         except UnavailableError:
@@ -106,12 +116,12 @@ class Placer:
                 # It is there, as we know: the router has not heard of it yet.
                 raise UnavailableError(error.message, retry_after=RETRY_AFTER_SECONDS) from error
             raise
-        if run.local:
+        if choice.local:
             plan = replace(plan, prefill=None)
         return Placement(plan, self._fleet, call)
 
-    def _choose(self, run: Run, model: Model) -> Placement:
-        worker = self._fleet.least_busy(model, run.excluded)
+    def _choose(self, choice: Choice, model: Model) -> Placement:
+        worker = self._fleet.least_busy(model, choice.excluded)
         self._metrics.fallbacks += 1
         plan = Plan(worker, None, expected_cached_tokens=0, why="no router: least busy here")
         return Placement(plan, self._fleet)

@@ -7,12 +7,7 @@ from typing import Literal
 
 from kvmesh.errors import InvalidRequestError
 from kvmesh.types import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-"""Of one stop string: text is held back for as long as one may still match."""
-
-MAX_STOP_TOKEN_IDS = 256
+from services.frontend.config import LimitsConfig
 
 _CALLER_ID = re.compile(r"[!-~]{1,128}")
 
@@ -36,15 +31,24 @@ def caller_id(text: str) -> str:
 class Request:
     """One request, valid once built; raises `InvalidRequestError` naming the field.
 
+    Each of `prompts` is answered `n` times: choice `i` is the answer to prompt `i // n`.
+    With `echo` a choice begins with its prompt; without `generate` it is that alone.
+    `truncate_to` keeps so many last tokens of a prompt; -1: as many as the context holds
+    beside the completion.
+
     `deadline` is on the process's clock. `stop` strings end the text; with
     `include_stop` the text keeps the one that did. `keep_special`: special tokens show
     in the text. `id` is this process's own, `caller_id` the caller's, to be echoed.
     """
 
     model: str
-    prompt: Prompt
+    prompts: tuple[Prompt, ...]
     deadline: float
     sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    echo: bool = False
+    generate: bool = True
+    truncate_to: int | None = None
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     keep_special: bool = False
@@ -57,19 +61,50 @@ class Request:
         """Refuse what can be seen to be wrong without asking anybody."""
         if not self.model:
             raise InvalidRequestError("model is required", field="model")
-        _check_prompt(self.prompt)
-        _check_stops(self.stop)
-        if len(self.sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        if not self.prompts:
+            raise InvalidRequestError("a prompt is required", field="prompt")
+        for prompt in self.prompts:
+            _check_prompt(prompt)
+        if not all(self.stop):
+            raise InvalidRequestError("a stop string is empty", field="stop")
+        if self.n < 1:
+            raise InvalidRequestError(f"n must be at least 1, got {self.n}", field="n")
+        if self.truncate_to is not None and not (
+            self.truncate_to == -1 or 1 <= self.truncate_to < 2**32
+        ):
             raise InvalidRequestError(
-                f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", field="stop_token_ids"
+                f"truncate_prompt_tokens must be -1 or at least 1, got {self.truncate_to}",
+                field="truncate_prompt_tokens",
             )
         if not -(2**31) <= self.priority < 2**31:
             raise InvalidRequestError("priority must fit in 32 bits", field="priority")
 
     @property
+    def choices(self) -> int:
+        """How many answers are wanted."""
+        return len(self.prompts) * self.n
+
+    @property
     def operation(self) -> Operation:
         """What is done, as `gen_ai.operation.name` calls it."""
-        return "chat" if isinstance(self.prompt, ChatPrompt) else "text_completion"
+        return "chat" if isinstance(self.prompts[0], ChatPrompt) else "text_completion"
+
+
+def check_limits(request: Request, limits: LimitsConfig) -> None:
+    """Raise `InvalidRequestError` for a request that asks for more than it may."""
+    _at_most(limits.choices, request.choices, "choices (n for each prompt)", "n")
+    _at_most(limits.stops, len(request.stop), "stop strings", "stop")
+    longest = max(map(len, request.stop), default=0)
+    _at_most(limits.stop_chars, longest, "characters in a stop string", "stop")
+    stop_ids = len(request.sampling.stop_token_ids)
+    _at_most(limits.stop_token_ids, stop_ids, "stop_token_ids", "stop_token_ids")
+
+
+def _at_most(limit: int, count: int, what: str, field_name: str) -> None:
+    if count > limit:
+        raise InvalidRequestError(
+            f"at most {limit} {what} are allowed, got {count}", field=field_name
+        )
 
 
 def _check_prompt(prompt: Prompt) -> None:
@@ -82,17 +117,3 @@ def _check_prompt(prompt: Prompt) -> None:
             raise InvalidRequestError("at least one message is required", field="messages")
         case _:
             pass
-
-
-def _check_stops(stops: tuple[str, ...]) -> None:
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(
-            f"at most {MAX_STOPS} stop strings are allowed, got {len(stops)}", field="stop"
-        )
-    for stop in stops:
-        if not stop:
-            raise InvalidRequestError("a stop string is empty", field="stop")
-        if len(stop) > MAX_STOP_CHARS:
-            raise InvalidRequestError(
-                f"a stop string may have {MAX_STOP_CHARS} characters, got {len(stop)}", field="stop"
-            )

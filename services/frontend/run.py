@@ -3,16 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvmesh.clock import Clock
-from kvmesh.errors import DeadlineError, InternalError, MeshError, TicketError, TransferError
+from kvmesh.errors import DeadlineError, MeshError, Reason, TicketError, TransferError
+from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.status import row
-from kvmesh.telemetry import Span
-from kvmesh.types import Context, Plan, Worker
-from services.frontend.answer import Answer
-from services.frontend.metrics import FrontendMetrics, Outcome, Step
+from kvmesh.telemetry import Span, safe_message
+from kvmesh.types import Completion, Context, Encoded, Plan, Prompt, Sampling, Usage, Worker
+from services.frontend.answer import Answer, Piece
+from services.frontend.metrics import ABORT, ERROR, Ending, FrontendMetrics, Step, reason_of
 from services.frontend.request import Request
+from services.frontend.usage import total_usage
 
 log = logging.getLogger(__name__)
 
@@ -20,31 +23,24 @@ T = TypeVar("T")
 
 
 class Run:
-    """One request being served: its time, its span, its attempts."""
+    """One request being served: its time, its span, its choices."""
 
     def __init__(
         self, request: Request, span: Span, metrics: FrontendMetrics, clock: Clock
     ) -> None:
         self.request = request
         self.span = span
-        self.excluded: list[str] = []
-        """Workers, by id, that failed this request."""
-        self.local = False
-        """Whether decode is to prefill by itself, whatever the plan says."""
-        self.answer: Answer | None = None
-        self._metrics = metrics
-        self._clock = clock
+        self.choices: list[Choice] = []
+        self.metrics = metrics
+        self.lane = metrics.of(request.model, request.operation)
+        self.clock = clock
         self._started = clock.now()
-        self._last_text: float | None = None
-        self._attempts = 0
-        self._step: Step | None = None
-        self._plan: Plan | None = None
-        self._failure: MeshError | None = None
+        self._first_token = False
 
     @property
     def seconds_left(self) -> float:
         """Time until the request's deadline; may be negative."""
-        return self.request.deadline - self._clock.now()
+        return self.request.deadline - self.clock.now()
 
     def context(self, span: Span) -> Context:
         """Return what goes with the request to another process, under `span`."""
@@ -59,16 +55,131 @@ class Run:
         except TimeoutError:
             raise DeadlineError("the request's time is up") from None
 
+    def first_token(self) -> None:
+        """Note that a choice's first token was generated; the first of them all counts."""
+        if not self._first_token and self.request.generate:
+            self._first_token = True
+            self.span.event("first_token")
+            self.lane.first_token(self.clock.now() - self._started)
+
+    def end(self, error: BaseException | None) -> None:
+        """Record how the request ended, in its metrics and its span."""
+        complete = all(choice.completion for choice in self.choices) and bool(self.choices)
+        reason = None if complete else reason_of(error or asyncio.CancelledError())
+        usage = None
+        if self.choices:
+            usage = total_usage(self.request, {c.index: c.ending for c in self.choices})
+            self._describe(usage)
+        lost = ABORT if reason is Reason.CANCELLED else ERROR
+        finished = [choice.finish_reason or lost for choice in self.choices]
+        ending = Ending(
+            self.clock.now() - self._started,
+            reason,
+            tuple(finished or [lost] * self.request.choices),
+            usage,
+        )
+        self.lane.ended(ending)
+        if error is not None and reason not in (None, Reason.CANCELLED):
+            log.info("request %s: %s: %s", self.request.id, reason, safe_message(error))
+
+    def _describe(self, usage: Usage) -> None:
+        span = self.span
+        span.set("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set("gen_ai.usage.output_tokens", usage.completion_tokens)
+        span.set("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+        reasons = [c.finish_reason for c in self.choices if c.finish_reason]
+        if reasons:
+            span.set("gen_ai.response.finish_reasons", reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An encoded prompt. The tokenizer that encoded it will do the text as well."""
+
+    prompt: Prompt
+    encoded: Encoded
+    tokenizer: Peer
+
+
+class Choice:
+    """One answer being made to one prompt: its attempts."""
+
+    def __init__(self, run: Run, index: int, source: Source) -> None:
+        request = run.request
+        self.run = run
+        self.index = index
+        self.source = source
+        self.sampling = _sampling(request, index % request.n)
+        self.excluded: list[str] = []
+        """Workers, by id, that failed this choice."""
+        self.local = self.sampling.prompt_logprobs is not None
+        """Whether decode is to prefill by itself, whatever the plan says."""
+        self.answer: Answer | None = None
+        self.completion: Completion | None = None
+        """How it ended, once the last piece has gone to the caller."""
+        self.echoed = not request.echo
+        """Whether the prompt, where it is wanted, has gone to the caller."""
+        self._first_token: float | None = None
+        self._last_text: float | None = None
+        self._attempts = 0
+        self._step: Step | None = None
+        self._plan: Plan | None = None
+        self._failure: MeshError | None = None
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether there is more to do than to echo the prompt."""
+        return self.run.request.generate or self.sampling.prompt_logprobs is not None
+
     def at(self, step: Step | None, plan: Plan | None = None) -> None:
         """Note what is being done, for the case that it fails."""
         self._step, self._plan = step, plan
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the answer is complete; "" if it is not."""
+        reason = self.completion.finish_reason if self.completion is not None else None
+        return reason.value if reason is not None else ""
+
+    @property
+    def ending(self) -> Completion:
+        """How it ended; with what was used until then, if it is not complete."""
+        answer = self.answer
+        if self.completion is not None:
+            return self.completion
+        received = answer.received if answer is not None and self.run.request.generate else 0
+        cached = (answer.cached_tokens if answer is not None else None) or 0
+        return Completion(usage=Usage(len(self.source.encoded.token_ids), received, cached))
+
+    def first_token(self) -> None:
+        """Note that its first token was generated."""
+        self._first_token = self.run.clock.now()
+        self.run.first_token()
+
+    def sent(self, piece: Piece) -> Piece:
+        """Note that a piece goes to the caller."""
+        self.completion = piece.completion
+        if piece.token_count:
+            now = self.run.clock.now()
+            if self._last_text is not None:
+                self.run.lane.gap(now - self._last_text)
+            self._last_text = now
+        if piece.completion is not None:
+            self._record_pace(piece.completion)
+        return piece
+
+    def _record_pace(self, completion: Completion) -> None:
+        count = completion.usage.completion_tokens if completion.usage is not None else 0
+        if self._first_token is not None and count > 1:
+            elapsed = self.run.clock.now() - self._first_token
+            self.run.lane.per_token(elapsed / (count - 1))
 
     def retry(self, error: MeshError, attempts: int) -> None:
         """Return if a further attempt may do better; raise what failed if not.
 
         Nothing that the caller has seen a part of is begun anew.
         """
-        answer, step = self.answer, self._step
+        answer, step, run = self.answer, self._step, self.run
         if step is None or self._plan is None:
             # Nobody is left to try: the reason is what the last one failed with.
             raise self._failure or error
@@ -83,49 +194,9 @@ class Run:
             raise error
         self._failure = error
         self._exclude(error, step, self._plan)
-        self._metrics.retried(step)
-        self.span.event("retry", {"kvmesh.step": step.value, "error.type": error.reason.value})
-        log.info("request %s: %s failed, trying again: %s", self.request.id, step, error)
-
-    def first_token(self) -> None:
-        """Note that the first token was generated."""
-        self.span.event("first_token")
-        self._metrics.first_token(self._clock.now() - self._started)
-
-    def text_sent(self) -> None:
-        """Note that text goes to the caller."""
-        now = self._clock.now()
-        if self._last_text is not None:
-            self._metrics.gap(now - self._last_text)
-        self._last_text = now
-
-    def end(self, error: BaseException | None) -> None:
-        """Record how the request ended."""
-        answer = self.answer
-        if answer is not None:
-            self._metrics.completion_tokens += answer.received
-        if answer is not None and answer.completion is not None:
-            self._complete(answer)
-        elif isinstance(error, MeshError):
-            self._metrics.refused(error.reason)
-            log.info("request %s: %s: %s", self.request.id, error.reason, error)
-        elif error is None or not isinstance(error, Exception):
-            self._metrics.ended(Outcome.CANCELLED)
-        else:
-            self._metrics.refused(InternalError.reason)
-
-    def _complete(self, answer: Answer) -> None:
-        self._metrics.ended(Outcome.OK)
-        self._metrics.duration(self._clock.now() - self._started)
-        completion = answer.completion
-        if completion is None or completion.usage is None:
-            return
-        span, usage = self.span, completion.usage
-        span.set("gen_ai.usage.input_tokens", usage.prompt_tokens)
-        span.set("gen_ai.usage.output_tokens", usage.completion_tokens)
-        span.set("kvmesh.cached_tokens", usage.cached_tokens)
-        if completion.finish_reason is not None:
-            span.set("gen_ai.response.finish_reasons", [completion.finish_reason.value])
+        run.metrics.retried(step)
+        run.span.event("retry", {"kvmesh.step": step.value, "error.type": error.reason.value})
+        log.info("request %s: %s failed, trying again: %s", run.request.id, step, error.reason)
 
     def _exclude(self, error: MeshError, step: Step, plan: Plan) -> None:
         suspect: Worker | None = plan.decode
@@ -134,6 +205,18 @@ class Run:
         ):
             suspect = plan.prefill
             # The second prefill that comes to nothing is the last.
-            self.local = self._attempts > 1
+            self.local = self.local or self._attempts > 1
         if suspect is not None:
             self.excluded.append(suspect.id)
+
+
+def _sampling(request: Request, number: int) -> Sampling:
+    """Return how the `number`th answer to a prompt is sampled: each from its own seed."""
+    sampling = request.sampling
+    if sampling.seed is not None and number:
+        sampling = replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
+    if request.echo and sampling.logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+    if not request.generate:
+        sampling = replace(sampling, max_tokens=1, min_tokens=0)
+    return sampling

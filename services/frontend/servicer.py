@@ -1,22 +1,34 @@
 """`InferenceService` on the wire: requests in, text and completions out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from kvmesh.clock import Clock
-from kvmesh.errors import InvalidRequestError, ProtocolError, SlowReaderError
+from kvmesh.errors import (
+    InvalidRequestError,
+    MeshError,
+    ProtocolError,
+    SlowReaderError,
+    UnauthenticatedError,
+)
 from kvmesh.host.process import Process
 from kvmesh.rpc.serving import ServerCall, ServerStream
 from kvmesh.rpc.specs import GENERATE
-from kvmesh.telemetry import parse_traceparent
+from kvmesh.rpc.status import row
+from kvmesh.telemetry import Kind, parse_traceparent
 from kvmesh.types import Completion, Context
 from kvmesh.v1 import inference_pb2, inference_pb2_grpc
 from kvmesh.wire import completion_to_proto, prompt_from_proto, sampling_from_proto
+from kvmesh.wire_logprobs import text_logprobs_to_proto
+from services.frontend.answer import Piece
+from services.frontend.config import FrontendConfig
 from services.frontend.fleet import Fleet
+from services.frontend.keys import Keys
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
 from services.frontend.request import Request, caller_id
@@ -25,6 +37,9 @@ SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"
 
 MAX_UNSENT_CHARS = 65_536
 """Text of one request on a multiplexed stream that its reader has not taken."""
+
+MAX_UNSENT_LOGPROBS = 1024
+"""The same, for its tokens where log probabilities were asked for."""
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
@@ -41,13 +56,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         fleet: Fleet,
         metrics: FrontendMetrics,
         process: Process,
-        request_seconds: float,
+        config: FrontendConfig,
     ) -> None:
         self._pipeline = pipeline
         self._fleet = fleet
         self._metrics = metrics
         self._process = process
-        self._request_seconds = request_seconds
+        self._request_seconds = config.limits.request_seconds
+        self._keys = Keys(config.http.api_keys)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to a server."""
@@ -57,13 +73,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> inference_pb2.GenerateResponse:
         """Generate a completion."""
-        with self._admitted():
-            wanted = self._parse(request.model, request, self._context(context))
+        with self._served("Generate", self._context(context)) as arrived, self._admitted(context):
+            wanted = self._parse(request.model, request, arrived)
             texts: list[str] = []
+            response = inference_pb2.GenerateResponse(request_id=wanted.id)
             async with aclosing(self._pipeline.generate(wanted)) as pieces:
                 async for piece in pieces:
                     texts.append(piece.text)
-            response = inference_pb2.GenerateResponse(text="".join(texts), request_id=wanted.id)
+                    text_logprobs_to_proto(piece.logprobs, response)
+            response.text = "".join(texts)
             completion_to_proto(piece.completion or Completion(), response.completion)
             return response
 
@@ -71,16 +89,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.StreamGenerateRequest, context: Any
     ) -> None:
         """Generate a completion and stream it."""
-        with self._admitted():
-            wanted = self._parse(request.model, request, self._context(context))
+        served = self._served("StreamGenerate", self._context(context))
+        with served as arrived, self._admitted(context):
+            wanted = self._parse(request.model, request, arrived)
             response = partial(inference_pb2.StreamGenerateResponse, request_id=wanted.id)
             # Not an async generator: gRPC would not close it at once when the client goes.
             async with aclosing(self._pipeline.generate(wanted)) as pieces:
                 async for piece in pieces:
                     if piece.text:
-                        await context.write(response(text=piece.text))
+                        some = response(text=piece.text)
+                        text_logprobs_to_proto(piece.logprobs, some)
+                        await context.write(some)
                     if piece.completion is not None:
                         last = response()
+                        text_logprobs_to_proto(() if piece.text else piece.logprobs, last)
                         completion_to_proto(piece.completion, last.completion)
                         await context.write(last)
 
@@ -88,6 +110,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[inference_pb2.MultiplexGenerateRequest], context: Any
     ) -> None:
         """Generate many completions over one stream."""
+        self._authenticate(context)
         process = self._process
         stream = ServerStream(
             GENERATE, self._start, identity=process.identity, gate=process.gate, clock=process.clock
@@ -98,6 +121,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """List what can be served now, by name; a page goes on after the last name."""
+        self._authenticate(context)
         if request.page_size < 0:
             raise InvalidRequestError("page_size is negative", field="page_size")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
@@ -110,25 +134,55 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     def _start(self, start: inference_pb2.GenerateStart, call: ServerCall) -> None:
-        call.spawn(self._answer(self._parse(start.model, start, call.context), call))
+        call.spawn(self._answer(start, call))
 
-    async def _answer(self, wanted: Request, call: ServerCall) -> Completion:
-        async with aclosing(self._pipeline.generate(wanted)) as pieces:
-            async for piece in pieces:
-                if piece.text:
-                    _send(call, piece.text, piece.token_count)
-                if piece.completion is not None:
-                    return piece.completion
+    async def _answer(self, start: inference_pb2.GenerateStart, call: ServerCall) -> Completion:
+        with self._served("MultiplexGenerate", call.context) as arrived:
+            wanted = self._parse(start.model, start, arrived)
+            async with aclosing(self._pipeline.generate(wanted)) as pieces:
+                async for piece in pieces:
+                    if piece.text or piece.logprobs:
+                        _send(call, piece)
+                    if piece.completion is not None:
+                        return piece.completion
         raise ProtocolError("the answer had no end")
 
     @contextmanager
-    def _admitted(self) -> Any:
+    def _served(self, method: str, arrived: Context) -> Iterator[Context]:
+        """Trace a request as the RPC that it came by; its work goes under that span."""
+        span = self._process.telemetry.tracer.span(
+            f"{SERVICE_NAME}/{method}",
+            arrived.traceparent,
+            {"rpc.system.name": "grpc", "rpc.method": f"{SERVICE_NAME}/{method}"},
+            kind=Kind.SERVER,
+        )
+        with span:
+            try:
+                yield replace(arrived, traceparent=span.traceparent)
+            except MeshError as error:
+                span.set("rpc.response.status_code", row(error).code.name)
+                raise
+            span.set("rpc.response.status_code", "OK")
+
+    @contextmanager
+    def _admitted(self, context: Any) -> Any:
         gate = self._process.gate
-        gate.enter()
+        try:
+            self._authenticate(context)
+            gate.enter()
+        except MeshError as error:
+            self._metrics.refused(error.reason)
+            raise
         try:
             yield
         finally:
             gate.leave()
+
+    def _authenticate(self, context: Any) -> None:
+        metadata = context.invocation_metadata() or ()
+        shown = [_bytes(value) for name, value in metadata if name == "authorization"]
+        if not self._keys.accept(shown):
+            raise UnauthenticatedError("an API key is required: authorization: Bearer <key>")
 
     def _context(self, context: Any) -> Context:
         """Return what a unary or streaming RPC says of its request."""
@@ -143,7 +197,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             return self._request(model, message, context)
         except InvalidRequestError as error:
-            self._metrics.refused(error.reason)
+            self._metrics.refused(error.reason, model.removeprefix(_PREFIX))
             raise
 
     def _request(self, model: str, message: Any, context: Context) -> Request:
@@ -152,29 +206,39 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not message.HasField("input"):
             raise InvalidRequestError("input is required", field="input")
         given = message.input
-        if given.sampling.HasField("logprobs"):
-            raise InvalidRequestError("logprobs are not supported here", field="logprobs")
+        if given.sampling.HasField("prompt_logprobs"):
+            raise InvalidRequestError(
+                "prompt_logprobs are not supported here", field="prompt_logprobs"
+            )
         latest = self._process.clock.now() + self._request_seconds
         return Request(
             model=model.removeprefix(_PREFIX),
-            prompt=prompt_from_proto(given),
+            prompts=(prompt_from_proto(given),),
             deadline=latest if context.deadline is None else min(context.deadline, latest),
             sampling=sampling_from_proto(given.sampling),
+            truncate_to=given.truncate_to or None,
             stop=tuple(given.stop),
+            include_stop=given.include_stop,
+            keep_special=given.keep_special,
             priority=given.priority or context.priority,
             traceparent=parse_traceparent(context.traceparent),
             caller_id=caller_id(context.request_id),
         )
 
 
-def _send(call: ServerCall, text: str, token_count: int) -> None:
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _send(call: ServerCall, piece: Piece) -> None:
     """Add text to the entry that still waits to go, if there is one."""
     outbox = call.outbox
     delta: Any = outbox.slots.get(call.stream_id)
     if delta is None:
         delta = outbox.next().deltas.add(stream_id=call.stream_id)
         outbox.slots[call.stream_id] = delta
-    delta.text += text
-    delta.token_count = token_count
-    if len(delta.text) > MAX_UNSENT_CHARS:
+    delta.text += piece.text
+    delta.token_count = piece.token_count
+    text_logprobs_to_proto(piece.logprobs, delta)
+    if len(delta.text) > MAX_UNSENT_CHARS or len(delta.logprobs) > MAX_UNSENT_LOGPROBS:
         raise SlowReaderError("the reader of this request fell behind")

@@ -11,7 +11,8 @@ from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import PREFILL
 from kvmesh.types import Completion, Usage
 from kvmesh.v1 import prefill_pb2, prefill_pb2_grpc
-from kvmesh.wire import logprobs_to_proto, ticket_to_proto
+from kvmesh.wire import ticket_to_proto
+from kvmesh.wire_logprobs import logprobs_to_proto
 
 SERVICE_NAME = "kvmesh.v1.PrefillService"
 
@@ -38,10 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         call.spawn(self._prefill(request, call))
 
     async def _prefill(self, request: EngineRequest, call: ServerCall) -> Completion:
-        with self._desk.tracer.span("engine.prefill", request.traceparent) as span:
-            span.set("kvmesh.prompt_tokens", len(request.token_ids))
-            prefilled = await self._engine.prefill(request)
-            span.set("kvmesh.cached_tokens", prefilled.cached_tokens)
+        prefilled = await self._run(request)
         # No await from here on: a ticket in hand is a ticket on its way.
         result = call.outbox.next().results.add(
             stream_id=call.stream_id, cached_tokens=prefilled.cached_tokens
@@ -52,6 +50,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if prefilled.ticket is not None:
             ticket_to_proto(prefilled.ticket, result.ticket)
         return _completion(request, prefilled)
+
+    async def _run(self, request: EngineRequest) -> Prefilled:
+        with self._desk.work("engine.prefill", request) as work:
+            prefilled = await self._engine.prefill(request)
+            work.span.set("kvmesh.cached_tokens", prefilled.cached_tokens)
+            self._desk.metrics.prompt(len(request.token_ids), prefilled.cached_tokens)
+            self._desk.metrics.completion_tokens += len(prefilled.first_token_ids)
+            work.end(None if prefilled.finish is None else prefilled.finish.reason)
+            return prefilled
 
 
 def _completion(request: EngineRequest, prefilled: Prefilled) -> Completion:

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from kvmesh.config import ConfigError
 from kvmesh.host.process import Process, Service
+from services.tokenizer.chat import Render
 from services.tokenizer.codec import Codec
-from services.tokenizer.config import TokenizerConfig
+from services.tokenizer.config import LimitsConfig, TokenizerConfig
 from services.tokenizer.lanes import Lanes
+from services.tokenizer.sandbox import TemplateSandbox
 from services.tokenizer.servicer import SERVICE_NAME, Host, TokenizerServicer
 
 
@@ -21,9 +23,6 @@ async def app(config: TokenizerConfig, process: Process) -> AsyncIterator[Servic
     limits = config.tokenizer
     if config.model.path is None:
         raise ConfigError("model.path: required, set --model-path or KVMESH_MODEL_PATH")
-    codec = await asyncio.to_thread(
-        Codec, config.model.path, max_prompt_chars=limits.max_prompt_chars
-    )
     model = config.model.served_name
     host = Host(
         process.identity,
@@ -32,12 +31,31 @@ async def app(config: TokenizerConfig, process: Process) -> AsyncIterator[Servic
         process.telemetry.tracer,
         process.telemetry.meter,
     )
-    async with Lanes(
-        long_size=limits.long_prompt_chars,
-        max_waiting=limits.max_waiting,
-        max_waiting_size=limits.max_waiting_chars,
-    ) as lanes:
+    async with AsyncExitStack() as stack:
+        render = await _sandbox(limits, stack) if limits.allow_request_templates else None
+        codec = await asyncio.to_thread(
+            Codec,
+            config.model.path,
+            max_prompt_chars=limits.max_prompt_chars,
+            render_foreign=render,
+        )
+        lanes = await stack.enter_async_context(
+            Lanes(
+                long_size=limits.long_prompt_chars,
+                max_waiting=limits.max_waiting,
+                max_waiting_size=limits.max_waiting_chars,
+            )
+        )
         servicer = TokenizerServicer(
             codec, model, lanes, host, max_stop_chars=limits.max_stop_chars
         )
         yield Service({SERVICE_NAME: servicer.register}, {"model": model}, failed=lanes.failed)
+
+
+async def _sandbox(limits: LimitsConfig, stack: AsyncExitStack) -> Render:
+    """Start what renders chat templates of requests."""
+    sandbox = TemplateSandbox(
+        seconds=limits.request_template_seconds, max_chars=limits.max_prompt_chars
+    )
+    await asyncio.to_thread(stack.enter_context, sandbox)
+    return sandbox.render

@@ -1,61 +1,101 @@
-"""Conversations into text, by the model's own chat template."""
+"""Conversations into text, by the model's own chat template or by the request's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from kvmesh.config import ConfigError
 from kvmesh.errors import InvalidRequestError
-from kvmesh.types import ChatMessage, ChatPrompt
+from kvmesh.types import ChatPrompt
+from services.tokenizer.conversation import VARIABLES_FIELD, Conversation
+from services.tokenizer.rendering import Rendering, render
 
-_MAX_REASON = 200
-"""Characters of a template's own error message that are passed on."""
+RESERVED = frozenset(
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "conversation",
+        "conversations",
+        "tokenize",
+        "return_assistant_tokens_mask",
+    }
+)
+"""Variables that a request may not set beside the fields that are for them."""
 
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
-"""What templates raise on purpose, or over messages they did not expect."""
+Render = Callable[[str, Rendering], str]
+"""Renders a template of a request, where it can do no harm; raises as `render` does."""
 
 
-class ChatTemplate:
-    """The chat template of a model folder, in transformers' sandbox.
+class ChatTemplates:
+    """The chat template of a model folder, and those that requests bring along.
 
-    It is rendered as `apply_chat_template` does, special tokens in its variables.
+    Templates are rendered as transformers' `apply_chat_template` does, the model's special
+    tokens (`bos_token` and the like) in their variables.
     """
 
-    def __init__(self, template: str, variables: Mapping[str, object]) -> None:
-        """Compile the template. Raises `ConfigError` when it can't be."""
+    def __init__(
+        self,
+        template: str | None,
+        special_tokens: Mapping[str, str],
+        render_foreign: Render | None = None,
+    ) -> None:
+        """Compile the model's template. Raises `ConfigError` when it can't be.
+
+        `template` None: the model has none. `render_foreign` None: those of requests are
+        refused.
+        """
         self._template = template
-        self._variables = dict(variables)
-        try:
-            self._render([], add_generation_prompt=True)
-        except TemplateSyntaxError as error:
-            raise ConfigError(f"model.path: the chat template is broken: {error}") from error
-        except _REFUSALS:
-            pass  # many templates refuse an empty conversation
+        self._special_tokens = dict(special_tokens)
+        self._render_foreign = render_foreign
+        if template is not None:
+            _try_out(template, self._special_tokens)
 
-    def render(self, chat: ChatPrompt) -> str:
-        """Return the prompt. Raises `InvalidRequestError` for what the template refuses."""
-        messages = [_as_template_sees(message) for message in chat.messages]
-        try:
-            return self._render(messages, add_generation_prompt=chat.add_generation_prompt)
-        except _REFUSALS as error:
-            raise InvalidRequestError(_why(error), field="messages") from error
+    def render(self, chat: ChatPrompt, conversation: Conversation) -> str:
+        """Return the prompt: `conversation`, which is of `chat`, perhaps with marks.
 
-    def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            chat_template=self._template,
-            add_generation_prompt=add_generation_prompt,
-            **self._variables,
+        Raises `InvalidRequestError` for what the template refuses, for variables that are
+        not to be set, and where there is no template to use.
+        """
+        self._check(chat, conversation)
+        given = Rendering(
+            conversation.messages,
+            conversation.tools,
+            self._special_tokens | conversation.variables,
+            chat.add_generation_prompt,
+            chat.continue_final_message,
         )
-        return str(rendered[0])
+        if chat.template:
+            return self._foreign()(chat.template, given)
+        if self._template is None:
+            raise InvalidRequestError("the model has no chat template", field="messages")
+        return render(self._template, given)
+
+    def _check(self, chat: ChatPrompt, conversation: Conversation) -> None:
+        for name in conversation.variables:
+            if name in RESERVED or name in self._special_tokens:
+                raise InvalidRequestError(
+                    f"{VARIABLES_FIELD} may not set {name}", field=VARIABLES_FIELD
+                )
+        if chat.add_generation_prompt and chat.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                field="continue_final_message",
+            )
+
+    def _foreign(self) -> Render:
+        if self._render_foreign is None:
+            raise InvalidRequestError(
+                "chat templates of requests are not allowed here", field="chat_template"
+            )
+        return self._render_foreign
 
 
-def load_template(folder: Path) -> ChatTemplate | None:
-    """Return the folder's chat template, None if the model has none.
+def load_templates(folder: Path, render_foreign: Render | None = None) -> ChatTemplates:
+    """Return the folder's chat template, if the model has one.
 
     It is `chat_template.jinja`, else what `tokenizer_config.json` holds; of several
     named ones, `default`.
@@ -66,9 +106,8 @@ def load_template(folder: Path) -> ChatTemplate | None:
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
-    if source is None:
-        return None
-    return ChatTemplate(str(source), _special_tokens(config))
+    template = None if source is None else str(source)
+    return ChatTemplates(template, _special_tokens(config), render_foreign)
 
 
 def load_json(file: Path) -> dict[str, Any]:
@@ -84,23 +123,20 @@ def load_json(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, object]:
+def _try_out(template: str, special_tokens: Mapping[str, str]) -> None:
+    """Render an empty conversation, which compiles; many templates refuse it."""
+    try:
+        render(template, Rendering([], variables=dict(special_tokens)))
+    except InvalidRequestError as error:
+        if error.field == "chat_template":
+            raise ConfigError(f"model.path: {error.message}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return `bos_token` and the like by name, as templates refer to them."""
-    found: dict[str, object] = {}
+    found: dict[str, str] = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(content, str):
             found[key] = content
     return found
-
-
-def _as_template_sees(message: ChatMessage) -> dict[str, str]:
-    seen = {"role": message.role, "content": message.content}
-    return seen | {"name": message.name} if message.name else seen
-
-
-def _why(error: Exception) -> str:
-    """Say why in words that quote no prompt: only a template's own words are passed on."""
-    if type(error) is TemplateError:
-        return f"the chat template refuses the messages: {error}"[:_MAX_REASON]
-    return "the chat template cannot render these messages"

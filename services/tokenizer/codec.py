@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 from kvmesh.config import ConfigError
 from kvmesh.errors import InvalidRequestError, RequestTooLargeError
 from kvmesh.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from services.tokenizer.chat import load_json, load_template
+from services.tokenizer.chat import Render, load_json, load_templates
+from services.tokenizer.conversation import conversation, conversation_size
 from services.tokenizer.detokenize import Detokenizer, Vocabulary
 from services.tokenizer.guard import Guard
 
@@ -23,19 +24,28 @@ class Codec:
 
     Special tokens: in a raw text prompt they are recognised, since people write chat
     templates out by hand there (vLLM does the same). In a conversation only the model's
-    chat template writes special tokens: what a message contains is text, whatever it
-    looks like. For messages without such look-alikes the ids are exactly those of
-    transformers' `apply_chat_template`.
+    chat template writes special tokens: what messages, tools and template variables
+    contain is text, whatever it looks like. For conversations without such look-alikes the
+    ids are exactly those of transformers' `apply_chat_template`.
     """
 
-    def __init__(self, folder: Path, *, max_prompt_chars: int = MAX_PROMPT_CHARS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_prompt_chars: int = MAX_PROMPT_CHARS,
+        render_foreign: Render | None = None,
+    ) -> None:
         """Load `tokenizer.json`, the chat template and the size of the vocabulary.
+
+        `render_foreign` renders chat templates that requests bring along; None: they may
+        not.
 
         Raises `ConfigError` for a file that is missing, or not what it should be;
         `tokenizers` raises a plain Exception for a `tokenizer.json` that it can't read.
         """
         self._tokenizer = _load_tokenizer(folder)
-        self._template = load_template(folder)
+        self._templates = load_templates(folder, render_foreign)
         self._max_prompt_chars = max_prompt_chars
         added = self._tokenizer.get_added_tokens_decoder().values()
         specials = [token for token in added if token.special and token.content]
@@ -51,17 +61,21 @@ class Codec:
         self.vocab_size = model_vocab_size or self._vocabulary.size
         """Token ids of prompts are below it: the model's own figure where it has one."""
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, *, truncate_to: int = 0) -> list[int]:
         """Return the prompt's token ids, at least one. Blocks; releases the GIL meanwhile.
 
-        Text gets BOS where the tokenizer adds one. Raises `InvalidRequestError` for what
-        has no tokens, for ids outside the vocabulary, for messages that the template
-        refuses or where there is no template, `RequestTooLargeError` past the limit.
+        `truncate_to` keeps so many of them, the last ones; 0 keeps all. The limit on a
+        prompt's text is on the whole of it.
+
+        Raises `InvalidRequestError` for what has no tokens, for ids outside the vocabulary,
+        for what the chat template refuses or where there is none, and for JSON that is
+        none; `RequestTooLargeError` past the limit.
         """
         match prompt:
-            case TextPrompt(text):
+            case TextPrompt(text, add_special_tokens):
                 self._check_length(len(text), "prompt")
-                ids, field = _ids(self._tokenizer, text, add_special_tokens=True), "prompt"
+                ids = _ids(self._tokenizer, text, add_special_tokens=add_special_tokens)
+                field = "prompt"
             case ChatPrompt():
                 ids, field = self._encode_chat(prompt), "messages"
             case TokenPrompt(token_ids):
@@ -70,25 +84,25 @@ class Codec:
                 assert_never(prompt)
         if not ids:
             raise InvalidRequestError("the prompt is empty: it has no tokens", field=field)
-        return ids
+        return ids[-truncate_to:] if truncate_to else ids
 
     def detokenizer(self, *, keep_special: bool = False) -> Detokenizer:
         """Return a detokenizer for one completion."""
         return self._vocabulary.detokenizer(keep_special=keep_special)
 
     def _encode_chat(self, chat: ChatPrompt) -> list[int]:
-        if self._template is None:
-            raise InvalidRequestError("the model has no chat template", field="messages")
         if not chat.messages:
             raise InvalidRequestError("a conversation needs a message", field="messages")
-        length = sum(len(turn.role) + len(turn.content) + len(turn.name) for turn in chat.messages)
-        self._check_length(length, "messages")
-        marked = self._guard.mark(chat)
-        rendered = self._template.render(marked)
+        self._check_length(conversation_size(chat), "messages")
+        given = conversation(chat)
+        marked = self._guard.mark(given)
+        rendered = self._templates.render(chat, marked)
         self._check_length(len(rendered), "messages")
-        if marked is chat and not self._always_guard:
-            return _ids(self._tokenizer, rendered, add_special_tokens=False)
-        return self._guarded_tokenizer().encode(rendered)
+        add_special_tokens = chat.add_special_tokens
+        if marked is given and not self._always_guard:
+            return _ids(self._tokenizer, rendered, add_special_tokens=add_special_tokens)
+        guarded = self._guarded_tokenizer()
+        return guarded.encode(rendered, add_special_tokens=add_special_tokens)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         for position, id_ in enumerate(token_ids):
@@ -133,12 +147,12 @@ class _GuardedTokenizer:
         self._tokenizer.add_tokens([AddedToken(guard.separator, normalized=False, special=False)])
         self._separator = self._tokenizer.token_to_id(guard.separator)
 
-    def encode(self, rendered: str) -> list[int]:
+    def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int]:
         text, specials = self._guard.take_apart(rendered)
         written = iter(specials)
         return [
             self._vocabulary[next(written)] if id_ == self._separator else id_
-            for id_ in _ids(self._tokenizer, text, add_special_tokens=False)
+            for id_ in _ids(self._tokenizer, text, add_special_tokens=add_special_tokens)
         ]
 
 

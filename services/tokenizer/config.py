@@ -29,6 +29,13 @@ class LimitsConfig:
     max_stop_chars: int = field(
         default=20_000, metadata={"help": "size of all stop strings of a request", "min": 1}
     )
+    allow_request_templates: bool = field(
+        default=False,
+        metadata={"help": "whether requests may bring a chat template; it runs apart"},
+    )
+    request_template_seconds: float = field(
+        default=1.0, metadata={"help": "how long a request's chat template may run", "min": 0.01}
+    )
 
 
 @dataclass(frozen=True, slots=True)

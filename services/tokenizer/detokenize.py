@@ -15,7 +15,7 @@ import codecs
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -28,6 +28,21 @@ MAX_HELD_TOKENS = 8
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
+
+
+class TokenText(NamedTuple):
+    """What one token does to the text.
+
+    `text` is what it completes, as `push` returns it; `data` its own text in UTF-8, perhaps
+    a part of a character, empty where the text does not show it. Its own text begins
+    `begins` characters after what was returned before: not 0 where a character that was
+    waited for breaks off. `waits`: the last of it is not returned yet.
+    """
+
+    text: str
+    data: bytes
+    begins: int
+    waits: bool
 
 
 class Detokenizer(Protocol):
@@ -50,6 +65,17 @@ class Detokenizer(Protocol):
 
     def fork(self) -> "Detokenizer":
         """Return an independent copy in the same state."""
+        ...
+
+    def push_one(self, id_: int) -> TokenText:
+        """Take one token as `push` does, and tell how it shows: for log probabilities."""
+        ...
+
+    def shown(self, id_: int) -> bytes:
+        """Return a token's text if it came next, in UTF-8; special tokens show here.
+
+        Raises `EngineError` for an id outside the vocabulary.
+        """
         ...
 
 
@@ -83,7 +109,7 @@ class Vocabulary:
         `keep_special`: special tokens show in the text.
         """
         if self._tables is not None:
-            return _TableDetokenizer(self._tables[keep_special])
+            return _TableDetokenizer(self._tables[keep_special], self._tables[True])
         skipped = frozenset() if keep_special else self._special
         return _WindowDetokenizer(self._tokenizer, self.size, skipped)
 
@@ -95,10 +121,13 @@ class _TableDetokenizer:
     need no decoding at all.
     """
 
-    __slots__ = ("_pending", "_table")
+    __slots__ = ("_all", "_pending", "_table")
 
-    def __init__(self, table: Sequence[str | bytes], pending: bytes = b"") -> None:
+    def __init__(
+        self, table: Sequence[str | bytes], all_: Sequence[str | bytes], pending: bytes = b""
+    ) -> None:
         self._table = table
+        self._all = all_
         self._pending = pending
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -123,7 +152,19 @@ class _TableDetokenizer:
         return text
 
     def fork(self) -> "_TableDetokenizer":
-        return _TableDetokenizer(self._table, self._pending)
+        return _TableDetokenizer(self._table, self._all, self._pending)
+
+    def push_one(self, id_: int) -> TokenText:
+        pending = self._pending
+        text = self.push((id_,))
+        data = _as_bytes(self._table[id_])
+        begins = _broken_off(pending, data) if pending and data else 0
+        return TokenText(text, data, begins, waits=bool(data and self._pending))
+
+    def shown(self, id_: int) -> bytes:
+        if not 0 <= id_ < len(self._all):
+            raise _unknown_token((id_,), len(self._all))
+        return _as_bytes(self._all[id_])
 
     def _decode(self, entries: Sequence[str | bytes]) -> str:
         if not self._pending and bytes not in set(map(type, entries)):
@@ -167,6 +208,16 @@ class _WindowDetokenizer:
         copy._ids, copy._read, copy._prefix = list(self._ids), self._read, self._prefix
         return copy
 
+    def push_one(self, id_: int) -> TokenText:
+        text = self.push((id_,))
+        return TokenText(text, text.encode(), 0, waits=not text and id_ not in self._skipped)
+
+    def shown(self, id_: int) -> bytes:
+        if not 0 <= id_ < self._size:
+            raise _unknown_token((id_,), self._size)
+        text = self._tokenizer.decode([*self._ids, id_], skip_special_tokens=False)
+        return text[len(self._prefix) :].encode()
+
     def _step(self, id_: int) -> str:
         self._ids.append(id_)
         text = self._decode()
@@ -188,6 +239,22 @@ def _text_if_whole(data: bytes) -> str | bytes:
         return data.decode()
     except UnicodeDecodeError:
         return data
+
+
+def _as_bytes(entry: str | bytes) -> bytes:
+    return entry.encode() if isinstance(entry, str) else entry
+
+
+def _broken_off(pending: bytes, data: bytes) -> int:
+    """Return how many U+FFFD `pending` becomes where `data` does not complete it; else 0.
+
+    It is one but for halves of surrogates, whose bytes count one by one.
+    """
+    try:
+        codecs.utf_8_decode(pending + data[:1], "strict", False)
+    except UnicodeDecodeError:
+        return len(pending.decode(errors="replace"))
+    return 0
 
 
 def _unknown_token(token_ids: Sequence[int], size: int) -> EngineError:

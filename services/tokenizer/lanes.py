@@ -27,7 +27,8 @@ RETRY_AFTER_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Job(Generic[T]):
-    """One piece of work. `size` says how long it takes, in characters of text.
+    """One piece of work. `size` says how long it takes, about one for a character of text;
+    with `slow` it may take long whatever its size.
 
     `done` is called in the event loop with what `work` returned or raised, exactly once,
     unless `cancelled` was set before; then `work` may not have run.
@@ -36,14 +37,15 @@ class Job(Generic[T]):
     size: int
     work: Callable[[], T]
     done: Callable[[T | MeshError], None]
+    slow: bool = False
     cancelled: bool = False
 
 
 class Lanes:
     """A lane for short jobs and one for long ones. Open while its context is.
 
-    Jobs of `long_size` and more go to the long lane. At most `max_waiting` jobs wait, of
-    `max_waiting_size` in all. Leaving drops what waits and ends the threads.
+    Jobs of `long_size` and more, and slow ones, go to the long lane. At most `max_waiting`
+    jobs wait, of `max_waiting_size` in all. Leaving drops what waits and ends the threads.
     """
 
     def __init__(self, *, long_size: int, max_waiting: int, max_waiting_size: int) -> None:
@@ -75,7 +77,7 @@ class Lanes:
 
     def submit(self, job: Job[Any]) -> None:
         """Queue a job. Raises `OverloadedError` when too many or too long ones wait."""
-        lane = self._long if job.size >= self._long_size else self._short
+        lane = self._long if job.slow or job.size >= self._long_size else self._short
         size = self._short.size + self._long.size + job.size
         # One alone is always taken: its own size is limited elsewhere.
         if self.waiting and (self.waiting >= self._max_waiting or size > self._max_waiting_size):

@@ -25,11 +25,12 @@ from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.serving import Identity, ServerCall, ServerStream
 from kvmesh.rpc.specs import DETOKENIZE, TOKENIZE
 from kvmesh.telemetry import Meter, Span, Tracer
-from kvmesh.types import ChatPrompt, Completion, FinishReason, Prompt, TextPrompt, Usage
+from kvmesh.types import Completion, FinishReason, Usage
 from kvmesh.v1 import generation_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from kvmesh.wire import prompt_from_proto
+from kvmesh.wire_logprobs import logprobs_from_proto, text_logprobs_to_proto
 from services.tokenizer.codec import Codec
-from services.tokenizer.completion import CompletionText
+from services.tokenizer.completion import CompletionText, ScoredText
 from services.tokenizer.lanes import Job, Lanes
 from services.tokenizer.stops import StopMatcher
 
@@ -92,12 +93,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _encode(self, start: tokenizer_pb2.TokenizeStart, call: ServerCall) -> None:
         self._check_model(start.model)
-        prompt = prompt_from_proto(start)
         span = self._host.tracer.span("encode", call.context.traceparent)
         job = Job(
-            size=_size(prompt),
-            work=partial(self._encoded, prompt, start.stream_id, start.block_size),
+            size=start.ByteSize(),
+            work=partial(self._encoded, start),
             done=partial(self._finish_encoding, call, span),
+            slow=bool(start.chat.template),
         )
         call.on_cancel = partial(_cancel_job, job, span)
         try:
@@ -106,13 +107,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             span.end(error)
             raise
 
-    def _encoded(
-        self, prompt: Prompt, stream_id: int, block_size: int
-    ) -> tokenizer_pb2.TokenizeResult:
-        """Encode, in a lane's thread: building a long message takes its time, too."""
-        ids = self._codec.encode(prompt)
-        hashes = block_hashes(ids, block_size, self._model) if block_size else ()
-        return tokenizer_pb2.TokenizeResult(stream_id=stream_id, token_ids=ids, block_hashes=hashes)
+    def _encoded(self, start: tokenizer_pb2.TokenizeStart) -> tokenizer_pb2.TokenizeResult:
+        """Encode, in a lane's thread: reading and building long messages takes time, too."""
+        ids = self._codec.encode(prompt_from_proto(start), truncate_to=start.truncate_to)
+        size = start.block_size
+        hashes = block_hashes(ids, size, self._model) if size else ()
+        return tokenizer_pb2.TokenizeResult(
+            stream_id=start.stream_id, token_ids=ids, block_hashes=hashes
+        )
 
     def _finish_encoding(
         self, call: ServerCall, span: Span, outcome: tokenizer_pb2.TokenizeResult | MeshError
@@ -143,7 +145,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             matcher = StopMatcher(start.stop, include_stop=start.include_stop)
         detokenizer = self._codec.detokenizer(keep_special=start.keep_special)
         span = self._host.tracer.span("detokenize", call.context.traceparent)
-        texts.open(call, CompletionText(detokenizer, matcher), span)
+        text = CompletionText(detokenizer, matcher, min_tokens=start.min_tokens)
+        texts.open(call, text, span)
 
     def _check_model(self, model: str) -> None:
         if model != self._model:
@@ -152,15 +155,19 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
 @dataclass(slots=True)
 class _OpenText:
-    """A completion that has not ended."""
+    """A completion that has not ended. `plain`: its tokens come without log probabilities."""
 
     text: CompletionText
     call: ServerCall
     span: Span
+    plain: bool = False
 
 
 class _Texts:
-    """The completions of one Detokenize stream."""
+    """The completions of one Detokenize stream.
+
+    The first delta of each says whether its tokens come with log probabilities.
+    """
 
     def __init__(self, metrics: "_Metrics") -> None:
         self._open: dict[int, _OpenText] = {}
@@ -184,9 +191,16 @@ class _Texts:
 
     def _advance(self, found: _OpenText, delta: generation_pb2.TokenDelta | None) -> None:
         """Take a completion's next tokens, or with None its end."""
-        text = found.text
         try:
-            piece = text.push(delta.offset, delta.token_ids) if delta is not None else text.finish()
+            if found.plain or self._settle(found, delta):
+                text = found.text
+                piece = (
+                    text.push(delta.offset, delta.token_ids) if delta is not None else text.finish()
+                )
+                if piece:
+                    _send(found.call, piece, text.token_count)
+            else:
+                text = self._advance_scored(found, delta)
         except MeshError as error:
             self._fail(found, error)
             return
@@ -194,10 +208,33 @@ class _Texts:
             log.exception("request %s failed", found.call.context.request_id)
             self._fail(found, InternalError("internal error"))
             return
-        if piece:
-            _send(found.call, piece, text.token_count)
         if delta is None or text.stop_string is not None:
             self._end(found)
+
+    def _settle(self, found: _OpenText, delta: generation_pb2.TokenDelta | None) -> bool:
+        """Settle, with its first delta, whether a completion is plain; return that."""
+        scored = isinstance(found.text, ScoredText)
+        if not scored and delta is not None and delta.logprobs:
+            found.text = found.text.scored()
+            scored = True
+        found.plain = not scored
+        return found.plain
+
+    def _advance_scored(
+        self, found: _OpenText, delta: generation_pb2.TokenDelta | None
+    ) -> CompletionText:
+        text, call = found.text, found.call
+        assert isinstance(text, ScoredText)
+        if delta is None:
+            piece, logprobs = text.finish_scored()
+        else:
+            rows = logprobs_from_proto(delta)
+            piece, logprobs = text.push_scored(delta.offset, delta.token_ids, rows)
+        if piece or logprobs:
+            _send(call, piece, text.token_count)
+            entry: Any = call.outbox.slots[call.stream_id]
+            text_logprobs_to_proto(logprobs, entry)
+        return text
 
     def _end(self, found: _OpenText) -> None:
         call, count, stop = found.call, found.text.token_count, found.text.stop_string
@@ -254,12 +291,3 @@ def _send(call: ServerCall, piece: str, token_count: int) -> None:
 def _cancel_job(job: Job[Any], span: Span) -> None:
     job.cancelled = True
     span.end(CancelledByCallerError("cancelled"))
-
-
-def _size(prompt: Prompt) -> int:
-    """Return how much work a prompt is, in characters."""
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    if isinstance(prompt, ChatPrompt):
-        return sum(len(message.role) + len(message.content) for message in prompt.messages)
-    return len(prompt.token_ids)

@@ -64,13 +64,29 @@ class StopMatcher:
         self._held = ""
         return whole[: end if self._include else end - len(stop)]
 
+    def skip(self, text: str) -> str:
+        """Take the next piece as `push` does, but let no stop string end in it.
+
+        One may begin in it, and is held back then.
+        """
+        if self.matched is not None:
+            return ""
+        self._scan(text, 0, counts=False)
+        whole = self._held + text
+        cut = len(whole) - max(self._states)
+        self._held = whole[cut:]
+        return whole[:cut]
+
     def flush(self) -> str:
         """Return what is held back: no more text comes."""
         held, self._held = self._held, ""
         return held
 
-    def _scan(self, text: str, start: int) -> str | None:
-        """Advance every pattern over `text[start:]`; return the one completed first."""
+    def _scan(self, text: str, start: int, *, counts: bool = True) -> str | None:
+        """Advance every pattern over `text[start:]`; return the one completed first.
+
+        Unless it `counts`, a completed one is passed over.
+        """
         states = self._states
         patterns = self._program.patterns
         for position in range(start, len(text)):
@@ -82,8 +98,10 @@ class StopMatcher:
                 if stop[state] == char:
                     state += 1
                     if state == len(stop):
-                        self.consumed = position + 1
-                        return stop
+                        if counts:
+                            self.consumed = position + 1
+                            return stop
+                        state = borders[state - 1]
                 states[index] = state
         return None
 

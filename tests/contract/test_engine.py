@@ -30,8 +30,9 @@ from kvmesh.errors import (
 )
 from kvmesh.kv.blocks import block_hashes
 from kvmesh.testing.engine import EngineRig, Pair, Started
-from kvmesh.testing.rigs import LOGITS, RIGS, SLOW, STEPPING
+from kvmesh.testing.rigs import RIGS, SLOW, STEPPING
 from kvmesh.types import (
+    LOGPROB_FLOOR,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -221,6 +222,17 @@ class TestGenerate:
         _, finish = await generate(single, ask(prompt, 2))
         assert finish.cached_tokens == 3 * single.info.block_size
 
+    async def test_a55_what_was_cached_is_known_from_the_first_token_on(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        prompt = rig.prompt(2 * single.info.block_size + 1, 78)
+        await generate(single, ask(prompt, 2))
+        for asked, known in ((prompt, 2 * single.info.block_size), (rig.prompt(5, 79), 0)):
+            request = ask(asked, 50, ignore_eos=True)
+            async with aclosing(single.engine.generate(request)) as steps:
+                assert (await anext(steps)).cached_tokens == known
+        await idle(single.engine)
+
 
 class TestRefusals:
     async def refused(self, lent: Started, request: EngineRequest) -> InvalidRequestError:
@@ -233,25 +245,52 @@ class TestRefusals:
     async def test_empty_prompt(self, single: Started) -> None:
         await self.refused(single, ask([]))
 
-    async def test_id_outside_of_the_vocabulary(self, rig: EngineRig, single: Started) -> None:
-        await self.refused(single, ask([*rig.prompt(3), single.info.vocab_size]))
-
-    async def test_negative_id(self, rig: EngineRig, single: Started) -> None:
-        await self.refused(single, ask([-1, *rig.prompt(3)]))
-
-    @pytest.mark.parametrize("token_id", [0, 1], ids=["first", "second"])
-    async def test_stop_token_outside_of_the_vocabulary(
+    @pytest.mark.parametrize("token_id", [-1, 2**40])
+    async def test_a44_prompt_ids_that_no_vocabulary_has(
         self, rig: EngineRig, single: Started, token_id: int
     ) -> None:
-        outside = single.info.vocab_size + token_id
-        error = await self.refused(single, ask(rig.prompt(3), stop_token_ids=(1, outside)))
-        assert error.field == "stop_token_ids"
-        assert str(outside) in error.message
+        error = await self.refused(single, ask([*rig.prompt(3), token_id]))
+        assert str(token_id) in error.message
 
-    async def test_bias_outside_of_the_vocabulary(self, rig: EngineRig, single: Started) -> None:
-        outside = ((single.info.vocab_size, 5.0),)
-        error = await self.refused(single, ask(rig.prompt(3), logit_bias=outside))
-        assert error.field == "logit_bias"
+    @pytest.mark.parametrize(
+        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids"]
+    )
+    @pytest.mark.parametrize("beyond", [0, 1], ids=["first", "second"])
+    async def test_a44_ids_outside_of_the_vocabulary(
+        self, rig: EngineRig, single: Started, beyond: int, field: str
+    ) -> None:
+        bad = single.info.vocab_size + beyond
+        error = await self.refused(single, with_id(rig, bad, field))
+        assert field in ("prompt", error.field)
+        assert str(bad) in error.message
+
+    @pytest.mark.parametrize(
+        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids"]
+    )
+    async def test_a44_the_last_id_of_the_vocabulary_is_inside(
+        self, rig: EngineRig, single: Started, field: str
+    ) -> None:
+        last = single.info.vocab_size - 1  # a tokenizer may know fewer
+        tokens, _ = await generate(single, with_id(rig, last, field))
+        assert tokens
+
+    async def test_what_is_allowed_must_not_all_be_banned(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        knobs = {"min_tokens": 2, "stop_token_ids": (7,)}
+        only = (7, rig.eos)
+        error = await self.refused(single, ask(rig.prompt(3), allowed_token_ids=only, **knobs))
+        assert error.field == "allowed_token_ids"
+        await generate(single, ask(rig.prompt(3), allowed_token_ids=(*only, 8), **knobs))
+
+    async def test_what_only_some_engines_refuse(self, rig: EngineRig, single: Started) -> None:
+        refused = ""
+        try:
+            await generate(single, ask(rig.prompt(3), 2, temperature=100.0))
+        except InvalidRequestError as error:
+            refused = error.field
+        assert refused in {"", "temperature"}
+        await idle(single.engine)
 
     async def test_prompt_over_the_context(self, rig: EngineRig, single: Started) -> None:
         error = await self.refused(single, ask(rig.prompt(single.info.context_length + 1), 1))
@@ -260,6 +299,18 @@ class TestRefusals:
     async def test_completion_over_the_context(self, rig: EngineRig, single: Started) -> None:
         error = await self.refused(single, ask(rig.prompt(9), single.info.context_length))
         assert isinstance(error, ContextLengthError)
+
+
+def with_id(rig: EngineRig, token_id: int, field: str) -> EngineRequest:
+    """Return a request that has a token id in a field."""
+    values: dict[str, object] = {
+        "stop_token_ids": (1, token_id),
+        "logit_bias": ((1, 1.0), (token_id, 5.0)),
+        "allowed_token_ids": (1, token_id),
+    }
+    if field == "prompt":
+        return ask([*rig.prompt(3), token_id], 2)
+    return ask(rig.prompt(3), 2, **{field: values[field]})
 
 
 class TestHandOff:
@@ -373,7 +424,7 @@ class TestHandOff:
         assert prefilled.finish.reason is FinishReason.LENGTH
         assert list(prefilled.first_token_ids) == whole
 
-    async def test_prefill_that_samples_a_stop_is_all(self, rig: EngineRig, pair: Pair) -> None:
+    async def test_a04_prefill_that_samples_a_stop_is_all(self, rig: EngineRig, pair: Pair) -> None:
         prompt = rig.prompt(19, 27)
         whole, _ = await generate(pair.decode, ask(prompt, 1, ignore_eos=True))
         prefilled = await prefill(pair.prefill, ask(prompt, 9, stop_token_ids=(whole[0],)))
@@ -381,6 +432,44 @@ class TestHandOff:
         assert prefilled.finish is not None
         assert prefilled.finish.reason is FinishReason.STOP
         assert prefilled.finish.stop_token_id == whole[0]
+        assert list(prefilled.first_token_ids) == whole
+
+    @pytest.mark.parametrize("own", [False, True], ids=["the-models-end", "also-a-stop-token"])
+    @pytest.mark.parametrize("by", ["logit_bias", "allowed_token_ids"])
+    async def test_a04_prefill_that_samples_the_end_is_all(
+        self, rig: EngineRig, pair: Pair, by: str, own: bool
+    ) -> None:
+        prompt, stops = rig.prompt(19, 32), (rig.eos,) if own else ()
+        forced = {"logit_bias": ((rig.eos, 100.0),), "allowed_token_ids": (rig.eos,)}
+        request = ask(prompt, 9, stop_token_ids=stops, **{by: forced[by]})
+        tokens, finish = await generate(pair.decode, request)
+        assert tokens == [rig.eos]
+        prefilled = await prefill(pair.prefill, replace(request, request_id=f"r-{next(_ids)}"))
+        assert prefilled.ticket is None
+        assert list(prefilled.first_token_ids) == [rig.eos]
+        for end in (finish, prefilled.finish):
+            assert end is not None
+            assert end.reason is FinishReason.STOP
+            assert end.stop_token_id == (rig.eos if own else None)
+
+    async def test_a35_prefill_picks_one_token_and_decode_the_rest(
+        self, rig: EngineRig, pair: Pair
+    ) -> None:
+        prompt = rig.prompt(19, 33)
+        free, _ = await generate(pair.decode, ask(prompt, 12, ignore_eos=True))
+        knobs = {"min_tokens": 5, "stop_token_ids": (free[0], free[3]), "logprobs": 5}
+        tokens, finish = await generate(pair.decode, ask(prompt, 12, **knobs))
+        assert len(tokens) > 5
+        assert not {free[0], free[3]} & set(tokens[:5])
+        prefilled = await prefill(pair.prefill, ask(prompt, 12, **knobs))
+        first, ticket = list(prefilled.first_token_ids), prefilled.ticket
+        assert ticket is not None
+        assert first == tokens[:1]
+        rest, other = await collect(resume(pair.decode, ask(prompt, 12, **knobs), ticket))
+        if pair.decode.info.continues_first_token:
+            rest = first + rest
+        assert rest == tokens
+        assert (other.reason, other.stop_token_id) == (finish.reason, finish.stop_token_id)
 
     async def test_cancelled_prefill_holds_nothing(self, rig: EngineRig, pair: Pair) -> None:
         computing = asyncio.create_task(prefill(pair.prefill, ask(rig.prompt(300, 28))))
@@ -450,6 +539,15 @@ class TestSteps:
         assert tokens == whole
         assert finish.reason is other.reason
 
+    async def test_a_sink_gets_the_prompts_logprobs(
+        self, rig: EngineRig, single: Started, stepper: StepEngine
+    ) -> None:
+        items: asyncio.Queue[Step | Exception] = asyncio.Queue()
+        stepper.submit(ask(rig.prompt(9), 3, prompt_logprobs=2), None, items.put_nowait)
+        rows = await scored(drain(items))
+        again = await scored(single.engine.generate(ask(rig.prompt(9), 3, prompt_logprobs=2)))
+        assert_alike(rows, again)
+
     async def test_cancel_silences_and_frees(
         self, rig: EngineRig, single: Started, stepper: StepEngine
     ) -> None:
@@ -480,11 +578,6 @@ async def drain(items: asyncio.Queue[Step | Exception]) -> AsyncIterator[Step]:
             return
 
 
-def with_marks(names: frozenset[str]) -> list[object]:
-    return [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(names)]
-
-
-@pytest.mark.parametrize("rig", with_marks(LOGITS), indirect=True)
 class TestLogits:
     async def test_greedy_picks_the_likeliest(self, rig: EngineRig, single: Started) -> None:
         plain, _ = await generate(single, ask(rig.prompt(9), 6, ignore_eos=True))
@@ -570,18 +663,229 @@ def assert_alike(rows: Sequence[TokenLogprob], others: Sequence[TokenLogprob]) -
         assert [v for _, v in row.top] == pytest.approx([v for _, v in other.top], abs=1e-3)
 
 
-@pytest.mark.parametrize("rig", sorted(set(RIGS) - LOGITS), indirect=True)
-class TestNoLogits:
-    @pytest.mark.parametrize(
-        ("field", "value"), [("logprobs", 0), ("logprobs", 3), ("logit_bias", ((1, 1.0),))]
-    )
-    async def test_what_needs_logits_is_refused(
-        self, rig: EngineRig, single: Started, field: str, value: object
+def finite(rows: Sequence[TokenLogprob]) -> bool:
+    values = [value for row in rows for value in (row.logprob, *(value for _, value in row.top))]
+    return all(LOGPROB_FLOOR <= value <= 0 for value in values)
+
+
+class TestPromptLogprobs:
+    async def test_they_are_those_of_generating_the_same(
+        self, rig: EngineRig, single: Started
     ) -> None:
+        prompt = rig.prompt(9, 50)
+        steps = single.engine.generate(ask(prompt, 12, ignore_eos=True, logprobs=3))
+        tokens, generated = await measured(steps)
+        whole = [*prompt, *tokens]
+        rows = await scored(single.engine.generate(ask(whole, 2, prompt_logprobs=3)))
+        assert len(rows) == len(whole) - 1
+        assert_alike(rows[-len(tokens) :], generated)
+        assert finite(rows)
+        assert {len(row.top) for row in rows} == {3}
+        for row in rows:
+            values = [value for _, value in row.top]
+            assert values == sorted(values, reverse=True)
+
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    async def test_shortest_prompts(self, rig: EngineRig, single: Started, length: int) -> None:
+        request = ask(rig.prompt(length), 2, ignore_eos=True, prompt_logprobs=1)
+        assert len(await scored(single.engine.generate(request))) == length - 1
+
+    async def test_of_the_prompts_tokens_alone(self, rig: EngineRig, single: Started) -> None:
+        none = await scored(single.engine.generate(ask(rig.prompt(9), 2, prompt_logprobs=0)))
+        some = await scored(single.engine.generate(ask(rig.prompt(9), 2, prompt_logprobs=2)))
+        assert [row.top for row in none] == [()] * 8
+        assert [row.logprob for row in none] == pytest.approx(
+            [row.logprob for row in some], abs=1e-3
+        )
+
+    async def test_a_cached_prefix_loses_none(self, rig: EngineRig, single: Started) -> None:
+        prompt = rig.prompt(3 * single.info.block_size + 1, 51)
+        request = ask(prompt, 2, prompt_logprobs=2)
+        fresh = await scored(single.engine.generate(request))
+        plain, finish = await generate(single, ask(prompt, 2))
+        assert finish.cached_tokens == 3 * single.info.block_size  # it left its blocks
+        again = replace(request, request_id=f"r-{next(_ids)}")
+        tokens, finish = await generate(single, again)
+        assert (tokens, finish.cached_tokens) == (plain, 0)
+        again = replace(request, request_id=f"r-{next(_ids)}")
+        assert_alike(await scored(single.engine.generate(again)), fresh)
+
+    async def test_others_in_the_batch_change_nothing(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        def requests() -> list[EngineRequest]:
+            prompts = [rig.prompt(length, 60 + length) for length in (300, 5, 170, 33)]
+            return [ask(prompt, 6, ignore_eos=True, prompt_logprobs=1) for prompt in prompts]
+
+        async def plain(variant: int) -> None:
+            request = ask(rig.prompt(150, 70 + variant), 9, ignore_eos=True)
+            async for step in single.engine.generate(request):
+                assert step.prompt_logprobs is None
+
+        alone = [await scored(single.engine.generate(request)) for request in requests()]
+        together, _ = await asyncio.gather(
+            asyncio.gather(*(scored(single.engine.generate(each)) for each in requests())),
+            asyncio.gather(*(plain(variant) for variant in range(3))),
+        )
+        for rows, others in zip(together, alone, strict=True):
+            assert_alike(rows, others)
+
+    async def test_what_is_sampled_changes_none(self, rig: EngineRig, single: Started) -> None:
+        knobs = {"temperature": 1.0, "seed": 1, "logit_bias": ((9, 100.0),), "logprobs": 1}
+        plain = await scored(single.engine.generate(ask(rig.prompt(9), 3, prompt_logprobs=2)))
+        request = ask(rig.prompt(9), 3, prompt_logprobs=2, **knobs)
+        assert_alike(await scored(single.engine.generate(request)), plain)
+
+    async def test_half_a_request_gives_none(self, rig: EngineRig, pair: Pair) -> None:
+        prompt = rig.prompt(19, 52)
         with pytest.raises(InvalidRequestError) as caught:
-            await generate(single, ask(rig.prompt(3), **{field: value}))
-        assert caught.value.field == field
-        await idle(single.engine)
+            await prefill(pair.prefill, ask(prompt, prompt_logprobs=1))
+        assert caught.value.field == "prompt_logprobs"
+        ticket = await prefill_ticket(pair.prefill, ask(prompt))
+        with pytest.raises(InvalidRequestError) as caught:
+            await collect(resume(pair.decode, ask(prompt, prompt_logprobs=1), ticket))
+        assert caught.value.field == "prompt_logprobs"
+        assert await release(pair.prefill, ticket)
+
+
+async def scored(steps: AsyncIterator[Step]) -> list[TokenLogprob]:
+    """Return how likely the prompt's tokens were: told once, not after the first token."""
+    found: list[Sequence[TokenLogprob]] = []
+    tokens = 0
+    async for step in steps:
+        if step.prompt_logprobs is not None:
+            assert not tokens
+            found.append(step.prompt_logprobs)
+        tokens += len(step.token_ids)
+    (rows,) = found
+    return list(rows)
+
+
+class TestAllowedTokens:
+    async def test_the_likeliest_of_them_is_picked(self, rig: EngineRig, single: Started) -> None:
+        _, rows = await measured(single.engine.generate(ask(rig.prompt(9), 1, logprobs=4)))
+        first, second, third, _ = (token for token, _ in rows[0].top)
+        request = ask(rig.prompt(9), 6, ignore_eos=True, allowed_token_ids=(third, second))
+        tokens, _ = await generate(single, request)
+        assert tokens[0] == second
+        assert set(tokens) <= {second, third}
+        assert first not in tokens
+
+    async def test_nothing_else_is_sampled(self, rig: EngineRig, single: Started) -> None:
+        few = (11, 300 % single.info.vocab_size, 222)
+        knobs = {"temperature": 2.0, "ignore_eos": True, "logit_bias": ((12, 100.0),)}
+        request = ask(rig.prompt(9), 24, allowed_token_ids=few, seed=3, **knobs)
+        tokens, _ = await generate(single, request)
+        assert set(tokens) <= set(few)
+
+    async def test_others_in_the_batch_are_free(self, rig: EngineRig, single: Started) -> None:
+        plain, _ = await generate(single, ask(rig.prompt(9), 6, ignore_eos=True))
+        held = ask(rig.prompt(9), 6, ignore_eos=True, allowed_token_ids=(11,))
+        free = ask(rig.prompt(9), 6, ignore_eos=True)
+        (one, _), (two, _) = await asyncio.gather(generate(single, held), generate(single, free))
+        assert one == [11] * 6
+        assert two == plain
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    async def test_a_remote_prefill_keeps_to_them(
+        self, rig: EngineRig, pair: Pair, temperature: float
+    ) -> None:
+        few = (11, 222, 17, 57)
+        knobs = {"temperature": temperature, "seed": 5, "ignore_eos": True}
+
+        def request() -> EngineRequest:
+            return ask(rig.prompt(19, 80), 8, allowed_token_ids=few, **knobs)
+
+        local, _ = await generate(pair.decode, request())
+        assert set(local) <= set(few)
+        prefilled, remote = await hand_off(pair, request(), request())
+        assert set(prefilled.first_token_ids) <= set(few)
+        assert remote == local
+
+
+async def hand_off(
+    pair: Pair, request: EngineRequest, again: EngineRequest
+) -> tuple[Prefilled, list[int]]:
+    """Prefill and decode in two engines; return what prefill gave, and the whole answer."""
+    prefilled = await prefill(pair.prefill, request)
+    assert prefilled.ticket is not None
+    tokens, _ = await collect(resume(pair.decode, again, prefilled.ticket))
+    if pair.decode.info.continues_first_token:
+        tokens = [*prefilled.first_token_ids, *tokens]
+    return prefilled, tokens
+
+
+class TestSampling:
+    @pytest.mark.parametrize("seed", [-(2**63), -2, -1, 0, 2**31, 2**32, 2**63 - 1])
+    async def test_a49_seeds_of_64_bits_repeat(self, rig: EngineRig, pair: Pair, seed: int) -> None:
+        def request() -> EngineRequest:
+            return ask(rig.prompt(19, 90), 6, temperature=1.0, seed=seed, ignore_eos=True)
+
+        tokens, _ = await generate(pair.decode, request())
+        assert (await generate(pair.decode, request()))[0] == tokens
+        assert (await hand_off(pair, request(), request()))[1] == tokens
+
+    async def test_a49_seeds_are_random_streams(self, rig: EngineRig, single: Started) -> None:
+        async def tokens(**knobs: object) -> tuple[int, ...]:
+            return tuple(
+                (await generate(single, ask(rig.prompt(19), 8, ignore_eos=True, **knobs)))[0]
+            )
+
+        seeds = [-2, -1, 0, 1, 2**31]
+        streams = {await tokens(temperature=1.0, seed=seed) for seed in seeds}
+        assert len(streams) == len(seeds)
+        assert await tokens(temperature=0.0) not in streams
+
+    @pytest.mark.parametrize("seed", [2**63, 2**64, -(2**63) - 1])
+    async def test_a49_seeds_beyond_64_bits_are_refused(self, rig: EngineRig, seed: int) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            ask(rig.prompt(3), seed=seed)
+        assert caught.value.field == "seed"
+
+    async def test_a11_zeros_are_zeros(self, rig: EngineRig, single: Started) -> None:
+        zeros = {
+            "min_tokens": 0,
+            "temperature": 0.0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": 0,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+        }
+        plain, _ = await measured(single.engine.generate(ask(rig.prompt(9), 6, logprobs=1)))
+        steps = [step async for step in single.engine.generate(ask(rig.prompt(9), 6, **zeros))]
+        assert [token for step in steps for token in step.token_ids] == plain
+        for step in steps:
+            assert [row.top for row in step.logprobs or ()] == [()] * len(step.token_ids)
+        assert [row.top for row in steps[0].prompt_logprobs or ()] == [()] * 8
+
+    @pytest.mark.parametrize(
+        "knobs",
+        [
+            {"top_k": 1, "temperature": 1.0},
+            {"top_p": 1e-9, "temperature": 1.0},
+            {"min_p": 1.0, "temperature": 1.0},
+            {"temperature": 2.0, "seed": 4},
+            {"temperature": 0.0, "logit_bias": tuple((token, -100.0) for token in range(200))},
+            {"temperature": 0.0, "logit_bias": ((3, 100.0), (4, -100.0))},
+            {"allowed_token_ids": (3, 4), "temperature": 1.0},
+            {"allowed_token_ids": (3,), "logit_bias": ((3, -100.0),)},
+            {"min_tokens": 3, "repetition_penalty": 100.0},
+        ],
+        ids="-".join,
+    )
+    async def test_a36_logprobs_are_finite_whatever_is_masked(
+        self, rig: EngineRig, single: Started, knobs: dict[str, object]
+    ) -> None:
+        request = ask(rig.prompt(9), 3, logprobs=20, prompt_logprobs=20, **knobs)
+        steps = [step async for step in single.engine.generate(request)]
+        rows = [row for step in steps for row in step.logprobs or ()]
+        prompt = [row for step in steps for row in step.prompt_logprobs or ()]
+        assert len(rows) == sum(len(step.token_ids) for step in steps) > 0
+        assert len(prompt) == 8
+        assert finite(rows + prompt)
+        assert {len(row.top) for row in rows + prompt} == {20}
 
 
 class TestLife:

@@ -98,15 +98,15 @@ async def test_stream_generate_says_the_same(stub: Any) -> None:
         ),
         (
             NAME,
-            given(sampling=generation_pb2.SamplingParams(seed=-1)),
+            given(sampling=generation_pb2.SamplingParams(temperature=-1)),
             InvalidRequestError,
-            "seed",
+            "temperature",
         ),
         (
             NAME,
-            given(sampling=generation_pb2.SamplingParams(logprobs=0)),
+            given(sampling=generation_pb2.SamplingParams(prompt_logprobs=0)),
             InvalidRequestError,
-            "logprobs",
+            "prompt_logprobs",
         ),
         (
             NAME,

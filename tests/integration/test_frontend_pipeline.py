@@ -228,7 +228,7 @@ async def test_decode_that_fails_after_its_first_token_fails_the_request(apart: 
     assert not apart.decodes[1].starts
     await apart.idle()
     assert apart.prefill.released == []
-    assert metric(apart, 'kvmesh_requests_total{outcome="unavailable"}') == 1
+    assert metric(apart, 'kvmesh_requests_total{model="fake-model",outcome="unavailable"}') == 1
 
 
 async def test_decode_worker_that_dies_mid_stream_fails_the_request(apart: FakeMesh) -> None:
@@ -350,7 +350,7 @@ async def test_client_that_leaves_cancels_everything(
     async with asyncio.timeout(1):
         await apart.gone()
         await apart.idle()
-    assert metric(apart, 'kvmesh_requests_total{outcome="cancelled"}') == 1
+    assert metric(apart, 'kvmesh_requests_total{model="fake-model",outcome="cancelled"}') == 1
     if stage is at_decode:
         # No token came: the KV may wait still.
         await apart.prefill.until(lambda: apart.prefill.released == ["ticket-1"])
@@ -419,7 +419,8 @@ async def test_one_trace_covers_the_request() -> None:
         (encode,), (decode,) = mesh.tokenizer.starts, mesh.decode.starts
     finished = {span.name: span for span in spans.get_finished_spans()}
     root = finished[f"text_completion {MODEL}"]
-    assert set(finished) == {root.name, "tokenize", "route", "prefill", "decode"}
+    steps = {"tokenize", "route", "prefill", "decode"}
+    assert set(finished) == {"POST /v1/completions", root.name, *steps}
     assert {span.context.trace_id for span in finished.values()} == {
         0x0123456789ABCDEF0123456789ABCDEF
     }

@@ -1,22 +1,19 @@
-"""The REST API over real sockets: shapes, refusals, clients that leave, the drain."""
+"""The REST API over real sockets: answers and refusals."""
 
 import asyncio
 import gzip
 import json
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from kvmesh.errors import UnavailableError
 from kvmesh.testing import fakes
 from kvmesh.testing.fake_mesh import FakeMesh, fake_mesh
 from kvmesh.testing.fakes import MODEL
-from kvmesh.types import State
+from kvmesh.testing.http import connected, error_of
 from services.frontend.app import app
 from services.frontend.config import FrontendConfig, HttpConfig
 
@@ -46,55 +43,6 @@ async def sdk(mesh: FakeMesh) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=20
     ) as one:
         yield one
-
-
-class Raw:
-    """A bare connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    def post(self, body: Any, path: str = CHAT) -> None:
-        data = json.dumps(body).encode()
-        self.writer.write(
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\n\r\n".encode()
-            + data
-        )
-
-    async def close(self) -> None:
-        self.writer.close()
-        await self.writer.wait_closed()
-
-
-@asynccontextmanager
-async def connected(mesh: FakeMesh) -> AsyncIterator[Raw]:
-    host, _, port = mesh.frontend.member.http_address.rpartition(":")
-    sock = socket.socket()
-    # Small, so that what is not read is felt soon.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    try:
-        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
-    except OSError:
-        sock.close()
-        raise
-    raw = Raw(*await asyncio.open_connection(sock=sock))
-    try:
-        yield raw
-    finally:
-        with suppress(OSError):
-            await raw.close()
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    body = response.json()
-    assert list(body) == ["error"], body
-    assert list(body["error"]) == ["message", "type", "param", "code"]
-    assert body["error"]["message"]
-    assert body["error"]["code"]
-    return dict(body["error"])
 
 
 # Answers
@@ -155,8 +103,8 @@ async def test_openai_package_raises_what_it_should(
 
 async def test_a03_a_broken_stream_ends_with_an_error_and_no_done(mesh: FakeMesh) -> None:
     mesh.decode.script = fakes.die_later
-    async with connected(mesh) as raw:
-        raw.post({**BODY, "stream": True})
+    async with connected(mesh.frontend.member.http_address) as raw:
+        raw.post(CHAT, {**BODY, "stream": True})
         head = await raw.reader.readuntil(b"Hello")
         assert head.startswith(b"HTTP/1.1 200")
         mesh.decode.gate.set()
@@ -173,7 +121,7 @@ async def test_a03_before_the_first_byte_a_failure_has_its_own_status(
     mesh.decode.script = fakes.die
     response = await client.post(CHAT, json={**BODY, "stream": True})
     assert response.status_code == 503
-    assert error_of(response)["type"] == "server_error"
+    assert error_of(response.content)["type"] == "server_error"
 
 
 # Refusals
@@ -201,7 +149,7 @@ async def test_a02_bad_bodies_are_refused_in_openai_shape(
 ) -> None:
     response = await client.post(CHAT, content=body, headers=headers)
     assert response.status_code == status
-    assert error_of(response)["type"] == "invalid_request_error"
+    assert error_of(response.content)["type"] == "invalid_request_error"
     assert not mesh.tokenizer.starts
     assert (await client.post(CHAT, json=BODY)).status_code == 200
 
@@ -213,7 +161,7 @@ async def test_a_chunked_body_beyond_the_limit_is_refused(client: httpx.AsyncCli
 
     response = await client.post(CHAT, content=parts(), headers=JSON)
     assert response.status_code == 413
-    assert error_of(response)["code"] == "request_too_large"
+    assert error_of(response.content)["code"] == "request_too_large"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +181,7 @@ async def test_a40_routes_are_refused_in_openai_shape(
 ) -> None:
     response = await client.request(method, path)
     assert response.status_code == status
-    error_of(response)
+    error_of(response.content)
     if status == 405:
         assert response.headers["allow"]
 
@@ -246,14 +194,6 @@ async def test_a40_head_and_options(client: httpx.AsyncClient) -> None:
     response = await client.options(CHAT)
     assert response.status_code == 204
     assert response.headers["allow"] == "POST, OPTIONS"
-
-
-async def test_what_is_not_http_is_refused_in_openai_shape(mesh: FakeMesh) -> None:
-    async with connected(mesh) as raw:
-        raw.writer.write(b"nonsense\r\n\r\n")
-        head, _, body = (await raw.reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(body)["error"]["code"] == "invalid_http"
 
 
 async def test_a08_a_callers_id_is_echoed_if_valid_and_goes_nowhere_else(
@@ -292,7 +232,7 @@ async def test_a23_models_and_readiness_follow_the_workers(
     await mesh.node(mesh.decode).stop()
     response = await client.get("/ready")
     assert response.status_code == 503
-    error_of(response)
+    error_of(response.content)
     assert (await client.get("/v1/models")).json()["data"] == []
     assert (await client.get("/health")).status_code == 200
     response = await client.post(CHAT, json=BODY)
@@ -302,142 +242,55 @@ async def test_a23_models_and_readiness_follow_the_workers(
 
 async def test_metrics_are_served(client: httpx.AsyncClient) -> None:
     await client.post(CHAT, json=BODY)
-    await client.post(CHAT, json={**BODY, "n": 2})
+    await client.post(CHAT, json={**BODY, "n": 0})
     text = (await client.get("/metrics")).text
-    assert 'kvmesh_requests_total{outcome="invalid"} 1.0' in text
-    assert "kvmesh_ttft_seconds_count 1.0" in text
-    assert "kvmesh_completion_tokens_total 13.0" in text
+    assert 'kvmesh_requests_total{model="other",outcome="invalid"} 1.0' in text
+    assert 'kvmesh_ttft_seconds_count{model="fake-model"} 1.0' in text
+    assert 'kvmesh_completion_tokens_total{model="fake-model"} 13.0' in text
 
 
-# Connections
-
-
-async def test_small_writes_are_sent_at_once(mesh: FakeMesh, monkeypatch: Any) -> None:
-    from services.frontend.rest import server  # noqa: PLC0415
-
-    seen: list[int] = []
-    made = server._Protocol.connection_made
-
-    def connection_made(self: Any, transport: Any) -> None:
-        made(self, transport)
-        sock = transport.get_extra_info("socket")
-        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-    monkeypatch.setattr(server._Protocol, "connection_made", connection_made)
-    async with connected(mesh) as raw:
-        raw.post(BODY)
-        assert (await raw.reader.readline()).startswith(b"HTTP/1.1 200")
-        assert seen == [1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a01_a_client_that_hangs_up_is_seen_within_a_second(
-    mesh: FakeMesh, stream: bool
+async def test_a08_ids_are_echoed_with_every_answer_and_headers_are_no_metadata(
+    mesh: FakeMesh,
 ) -> None:
-    mesh.decode.script = fakes.babble
-    async with connected(mesh) as raw:
-        raw.post({**BODY, "stream": stream})
-        await mesh.decode.until(lambda: mesh.decode.live == 1 and bool(mesh.tokenizer.texts))
-        await raw.close()
-        async with asyncio.timeout(1):
-            await mesh.gone()
-            await mesh.idle()
-        assert len(mesh.decode.cancelled) == 1
+    async with connected(mesh.frontend.member.http_address) as raw:
+        for path, body, status in (
+            (CHAT, BODY, 200),
+            (CHAT, {**BODY, "n": 0}, 400),
+            (CHAT, {**BODY, "model": "no-such-model"}, 404),
+            ("/nope", BODY, 404),
+            ("/health", BODY, 405),
+        ):
+            raw.post(path, body, "X-REQUEST-ID: Mine-1", "GRPC-Timeout: 1n", "X-Any-Bin: \xff")
+            got, headers, _ = await raw.response()
+            assert (got, headers["x-request-id"]) == (status, "Mine-1")
+    for bad in ("a\r\n b", "a\0b"):
+        async with connected(mesh.frontend.member.http_address) as raw:
+            raw.post(CHAT, BODY, f"X-Request-Id: {bad}")
+            status, _, body = await raw.response()
+            assert (status, error_of(body)["code"]) == (400, "invalid_http")
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_error(
-    mesh: FakeMesh, client: httpx.AsyncClient
-) -> None:
-    async with connected(mesh) as raw:
-        raw.writer.write(
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: 100\r\n\r\n{{".encode()
-        )
-        await raw.writer.drain()
-        await raw.close()
-        assert (await client.post(CHAT, json=BODY)).status_code == 200
+async def test_the_api_describes_itself(mesh: FakeMesh, client: httpx.AsyncClient) -> None:
+    version = (await client.get("/version")).json()["version"]
+    described = (await client.get("/openapi.json")).json()
+    assert described["info"]["version"] == version
+    page = await client.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "/v1/chat/completions" in page.text
+    for path, methods in described["paths"].items():
+        allowed = (await client.options(path.replace("{model}", MODEL))).headers["allow"]
+        expected = [one for one in allowed.split(", ") if one not in ("HEAD", "OPTIONS")]
+        assert [method.upper() for method in methods] == expected
 
 
-async def test_requests_one_after_another_share_a_connection(mesh: FakeMesh) -> None:
-    async with connected(mesh) as raw:
-        for body, status in ((BODY, b"200"), ({**BODY, "n": 2}, b"400"), (BODY, b"200")):
-            raw.post(body)
-            head = await raw.reader.readuntil(b"\r\n\r\n")
-            assert head.split()[1] == status
-            length = int(head.lower().partition(b"content-length:")[2].split()[0])
-            json.loads(await raw.reader.readexactly(length))
-
-
-async def test_pipelined_requests_are_answered_in_order(mesh: FakeMesh) -> None:
-    async with connected(mesh) as raw:
-        raw.post({**BODY, "max_tokens": 1})
-        raw.post({**BODY, "max_tokens": 2})
-        for text in ("H", "He"):
-            head = await raw.reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length:")[2].split()[0])
-            body = json.loads(await raw.reader.readexactly(length))
-            assert body["choices"][0]["message"]["content"] == text
-
-
-async def test_a_reader_that_stalls_loses_its_request_alone(
-    mesh: FakeMesh, client: httpx.AsyncClient
-) -> None:
-    async def flood(fake: Any, start: Any, emit: fakes.Emit) -> Any:
-        if not start.sampling.HasField("max_tokens"):
-            while True:
-                emit(b"x" * 512)
-                await asyncio.sleep(0)
-        return await fakes.say(fake, start, emit)
-
-    mesh.decode.script = flood
-    async with connected(mesh) as raw:
-        raw.post({**BODY, "stream": True})
-        await mesh.decode.until(lambda: len(mesh.decode.cancelled) == 1, seconds=60)
-        response = await client.post(CHAT, json={**BODY, "max_tokens": 5})
-        assert response.json()["choices"][0]["message"]["content"] == "Hello"
-        await raw.close()
-        await mesh.gone()
-
-
-# The drain
-
-
-async def test_a15_a_drain_lets_streams_finish_and_refuses_what_is_new(
-    mesh: FakeMesh, client: httpx.AsyncClient
-) -> None:
-    async def slow(fake: Any, start: Any, emit: fakes.Emit) -> Any:
-        emit(b"Hello")
-        await fake.gate.wait()
-        emit(b" there")
-        return fakes.FinishReason.STOP
-
-    mesh.decode.script = slow
-    async with connected(mesh) as raw:
-        raw.post({**BODY, "stream": True})
-        assert b"Hello" in await raw.reader.readuntil(b"Hello")
-        drain = asyncio.create_task(mesh.frontend.drain())
-        await mesh.tokenizer.until(lambda: mesh.frontend.process.gate.closed)
-        response = await client.post(CHAT, json=BODY)
-        assert response.status_code == 503
-        assert error_of(response)["code"] == "draining"
-        assert response.headers["retry-after"]
-        assert (await client.get("/ready")).status_code == 503
-        assert (await client.get("/health")).status_code == 200
-        mesh.decode.gate.set()
-        rest = (await raw.reader.read()).decode()
-        assert " there" in rest
-        assert '"finish_reason":"stop"' in rest
-        assert "data: [DONE]" in rest
-        assert await drain
-        with pytest.raises(ConnectionRefusedError):
-            async with connected(mesh):
-                pass
-
-
-async def test_a_taken_port_is_said_by_name(mesh: FakeMesh) -> None:
-    port = int(mesh.frontend.member.http_address.rpartition(":")[2])
-    with pytest.raises(UnavailableError, match=str(port)):
-        await mesh.mesh.start(
-            mesh.frontend.member.role, app, FrontendConfig(http=HttpConfig(port=port))
-        )
-    assert mesh.frontend.member.state is State.STARTING
+async def test_a24_a_long_prompt_passes_every_hop_or_is_refused_with_its_status() -> None:
+    async with (
+        fake_mesh(app, FrontendConfig(http=HttpConfig(port=0))) as mesh,
+        httpx.AsyncClient(base_url=mesh.url, verify=False, trust_env=False, timeout=60) as client,
+    ):
+        for size, statuses in ((4 * 1024 * 1024 + 1, {200, 400}), (17 * 1024 * 1024, {413})):
+            body = {"model": MODEL, "prompt": "1" * size, "max_tokens": 1}
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code in statuses
+            if response.status_code != 200:
+                assert error_of(response.content)["type"] == "invalid_request_error"

@@ -56,7 +56,7 @@ class Real:
         def settled() -> bool:
             nodes = [self.frontend, *(node for nodes in self.workers.values() for node in nodes)]
             blocks = (
-                self.metric(role, "kvmesh_engine_ticket_blocks ")
+                self.metric(role, "kvmesh_engine_ticket_blocks")
                 for role in (Role.PREFILL, Role.DECODE)
             )
             return not any(node.process.gate.running for node in nodes) and not any(blocks)
@@ -110,10 +110,10 @@ async def _routable(real: Real) -> bool:
 
 
 async def test_text_is_the_same_wherever_it_was_computed(real: Real) -> None:
-    moved = real.metric(Role.DECODE, "kvmesh_kv_received_bytes_total ")
+    moved = real.metric(Role.DECODE, "kvmesh_kv_received_bytes_total")
     remote = await real.complete(LONG, max_tokens=40)
     await real.idle()
-    assert real.metric(Role.DECODE, "kvmesh_kv_received_bytes_total ") > moved
+    assert real.metric(Role.DECODE, "kvmesh_kv_received_bytes_total") > moved
     for node in real.workers[Role.PREFILL]:
         await node.stop()
     local = await real.complete(LONG, max_tokens=40)

@@ -122,7 +122,7 @@ class Ask:
             sink=self.take,
         )
 
-    def take(self, token_ids: Any) -> None:
+    def take(self, token_ids: Any, _: Any) -> None:
         self.tokens.extend(token_ids)
         self.first.set()
 

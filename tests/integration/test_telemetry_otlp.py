@@ -19,6 +19,8 @@ from opentelemetry.proto.collector.metrics.v1 import (
     metrics_service_pb2_grpc,
 )
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric as MetricProto
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanProto
 
 from kvmesh.config import ConfigError
@@ -38,6 +40,7 @@ class Collector(
         self.spans: dict[str, SpanProto] = {}
         self.resource: dict[str, str] = {}
         self.metrics: set[str] = set()
+        self.measured: list[MetricProto] = []
 
     async def Export(
         self,
@@ -58,6 +61,7 @@ class Collector(
         for measured in request.resource_metrics:
             for of_scope in measured.scope_metrics:
                 self.metrics |= {metric.name for metric in of_scope.metrics}
+                self.measured += of_scope.metrics
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
@@ -117,6 +121,31 @@ async def test_a_collector_gets_spans_and_metrics_at_the_latest_at_exit() -> Non
         assert received.resource["service.name"] == "kvmesh-decode"
         assert received.resource["service.instance.id"] == "e1"
         assert {"kvmesh_requests", "kvmesh_telemetry_dropped_spans"} <= received.metrics
+
+
+async def test_a_collector_gets_histograms_whole() -> None:
+    async with (
+        collector() as (received, address),
+        opened({"OTEL_EXPORTER_OTLP_ENDPOINT": address}) as process,
+    ):
+        histogram = process.meter.histogram(
+            "gen_ai.client.token.usage",
+            "Tokens.",
+            labels=("model", "error.type"),
+            unit="{token}",
+            buckets=(1, 4),
+        )
+        for value in (1, 3, 9):
+            histogram.record(value, model="m", **{"error.type": ""})
+    (metric,) = [m for m in received.measured if m.name == "gen_ai.client.token.usage"]
+    (point,) = metric.histogram.data_points
+    assert metric.unit == "{token}"
+    assert metric.histogram.aggregation_temporality == AGGREGATION_TEMPORALITY_CUMULATIVE
+    assert list(point.explicit_bounds) == [1, 4]
+    assert list(point.bucket_counts) == [1, 1, 1]
+    assert (point.count, point.sum, point.min, point.max) == (3, 13, 1, 9)
+    assert [(a.key, a.value.string_value) for a in point.attributes] == [("model", "m")]
+    assert 0 < point.start_time_unix_nano <= point.time_unix_nano
 
 
 async def test_each_signal_may_go_elsewhere_or_nowhere() -> None:

@@ -1,6 +1,8 @@
 """The tokenizer service over real gRPC, with tokenizers made on the spot and the real one."""
 
 import asyncio
+import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ from kvmesh.types import (
     FinishReason,
     Prompt,
     TextPrompt,
+    TokenLogprob,
     TokenPrompt,
     Worker,
 )
@@ -58,9 +61,9 @@ class Mesh:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    async def encode(self, prompt: Prompt, *, block_size=0, model=MODEL, deadline=None):
+    async def encode(self, prompt: Prompt, *, block_size=0, model=MODEL, deadline=None, keep=0):
         context = Context("r1", deadline)
-        return await encode(self.peer, prompt, model, block_size, context, CLOCK)
+        return await encode(self.peer, prompt, model, block_size, context, CLOCK, truncate_to=keep)
 
     def detokenize(self, *, model=MODEL, deadline=None, **options) -> TextCall:
         return detokenize(self.peer, model, Context("r1", deadline), CLOCK, **options)
@@ -70,7 +73,11 @@ class Mesh:
 async def served(folder: Path, **limits) -> AsyncIterator[Mesh]:
     gate, telemetry = Gate(), quiet_telemetry()
     host = Host(Identity("tokenizer-x", "e1"), gate, CLOCK, telemetry.tracer, telemetry.meter)
-    codec = Codec(folder, max_prompt_chars=limits.get("max_prompt_chars", 200_000))
+    codec = Codec(
+        folder,
+        max_prompt_chars=limits.get("max_prompt_chars", 200_000),
+        render_foreign=limits.get("render_foreign"),
+    )
     async with Lanes(long_size=20_000, max_waiting=1000, max_waiting_size=10**7) as lanes:
         servicer = TokenizerServicer(codec, MODEL, lanes, host, max_stop_chars=1000)
         async with serve(RpcConfig(), {SERVICE_NAME: servicer.register}) as server:
@@ -121,10 +128,7 @@ async def test_encodes_with_the_chained_hashes_of_full_blocks(mesh):
     assert list(encoded.token_ids) == mesh.ids(text)
     assert list(encoded.block_hashes) == block_hashes(mesh.ids(text), 16, MODEL)
     assert len(encoded.block_hashes) == len(encoded.token_ids) // 16
-
-
-async def test_no_block_size_no_hashes(mesh):
-    assert list((await mesh.encode(TextPrompt("the"))).block_hashes) == []
+    assert list((await mesh.encode(TextPrompt(text))).block_hashes) == []
 
 
 async def test_many_prompts_at_once_each_get_their_own_answer(mesh):
@@ -218,11 +222,8 @@ async def test_streamed_and_whole_text_are_equal(mesh):
     )
 
 
-async def test_an_unfinished_character_comes_with_the_finish(mesh):
+async def test_the_end_shows_what_is_left_and_special_tokens_if_asked_for(mesh):
     assert (await complete(mesh, mesh.ids("ok 🙂")[:-1]))[0] == "ok \ufffd"
-
-
-async def test_special_tokens_show_only_if_asked_for(mesh):
     ids = [*mesh.ids("the"), 2]
     assert (await complete(mesh, ids))[0] == "the"
     assert (await complete(mesh, ids, keep_special=True))[0] == "the<|im_end|>"
@@ -238,14 +239,15 @@ async def test_a54_one_bad_token_ends_only_its_own_request(mesh):
     assert mesh.gate.running == 0
 
 
-async def test_a_gap_in_the_tokens_is_refused(mesh):
+@pytest.mark.parametrize(("skipped", "rows", "field"), [(1, 0, "offset"), (0, 1, "logprobs")])
+async def test_gaps_in_tokens_and_in_log_probabilities_are_refused(mesh, skipped, rows, field):
     async with mesh.detokenize() as call:
-        call.feed(mesh.ids("the"))
-        call.fed += 1
-        call.feed(mesh.ids("the"))
+        call.feed([50], [TokenLogprob(-1.0)] * rows)
+        call.fed += skipped
+        call.feed([50])
         with pytest.raises(InvalidRequestError) as caught:
             await read(call)
-    assert caught.value.field == "offset"
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize(("stop", "kind"), [("", InvalidRequestError), ("x" * 1001, MeshError)])
@@ -266,15 +268,106 @@ async def test_leaving_early_frees_the_request(mesh):
     assert f"kvmesh_detokenized_tokens_total {count}" in mesh.metrics().decode()
 
 
-async def test_a38_text_keeps_coming_while_a_long_prompt_is_encoded(folder):
-    async with served(folder, max_prompt_chars=10**7) as mesh:
-        long = asyncio.create_task(mesh.encode(TextPrompt("\n" * 2_000_000)))
+LONG_PROMPTS = {
+    "newlines": TextPrompt("\n" * 1_000_000),
+    "digits": TextPrompt("7" * 1_000_000),
+    "messages": ChatPrompt((ChatMessage("user", "hi"),) * 100_000),
+    "27 MB": TextPrompt("lorem ipsum " * 2_250_000),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_PROMPTS)
+async def test_a38_long_prompts_are_encoded_or_refused_beside_short_ones(folder, kind):
+    async with served(folder, max_prompt_chars=4_000_000) as mesh:
+        long = asyncio.create_task(mesh.encode(LONG_PROMPTS[kind]))
         rounds = 0
         while not long.done():
             assert (await complete(mesh, mesh.ids("the")))[0] == "the"
+            assert list((await mesh.encode(TextPrompt("the"))).token_ids) == mesh.ids("the")
             rounds += 1
-        assert len((await long).token_ids) > 0
-    assert rounds > 5
+        if kind == "27 MB":
+            with pytest.raises(RequestTooLargeError):
+                await long
+        else:
+            assert len((await long).token_ids) >= 100_000
+            assert rounds > 5
+        assert mesh.gate.running == 0
+
+
+async def test_a19_tools_and_variables_come_through_as_text(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    template = "{{ tools | tojson }}{{ mood }}{{ messages[0].tool_call_id }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    async with served(tmp_path) as mesh:
+        prompt = ChatPrompt(
+            (ChatMessage("tool", "x", extra='{"tool_call_id": "c1"}'),),
+            tools='[{"b": 9007199254740993, "a": 5}]',
+            template_kwargs='{"mood": "gay"}',
+        )
+        ids = list((await mesh.encode(prompt)).token_ids)
+        assert mesh.tokenizer.decode(ids) == '[{"b": 9007199254740993, "a": 5}]gayc1'
+        deep = ChatPrompt(prompt.messages, tools="[" * 300 + "]" * 300)
+        with pytest.raises(InvalidRequestError) as caught:
+            await mesh.encode(deep)
+        assert caught.value.field == "tools"
+
+
+async def test_a_template_of_a_request_does_not_delay_other_prompts(folder):
+    release = threading.Event()
+
+    def render(template, given):
+        release.wait(30)
+        return template
+
+    async with served(folder, render_foreign=render) as mesh:
+        prompt = ChatPrompt((ChatMessage("user", "x"),), template="the capital")
+        slow = asyncio.create_task(mesh.encode(prompt))
+        await mesh.encode(TextPrompt("the"))
+        assert not slow.done()
+        release.set()
+        assert list((await slow).token_ids) == mesh.ids("the capital")
+    async with served(folder) as mesh:
+        with pytest.raises(InvalidRequestError) as caught:
+            await mesh.encode(prompt)
+        assert caught.value.field == "chat_template"
+
+
+async def test_a13_a_truncated_prompt_is_hashed_as_it_is_kept(mesh):
+    text = "The capital of France is Paris. " * 10
+    kept = mesh.ids(text)[-40:]
+    for prompt in (TextPrompt(text), TokenPrompt(tuple(mesh.ids(text)))):
+        encoded = await mesh.encode(prompt, block_size=16, keep=40)
+        assert list(encoded.token_ids) == kept
+        assert list(encoded.block_hashes) == block_hashes(kept, 16, MODEL)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+async def test_a57_log_probabilities_come_with_the_text_they_are_of(mesh, size):
+    ids = mesh.ids("go 🙂 XYW and XYZW more")
+    rows = [TokenLogprob(-float(at), ((5, -0.5), (2, -1.5))) for at in range(len(ids))]
+    async with mesh.detokenize(stop=["XYZW"]) as call:
+        for at in range(0, len(ids), size):
+            call.feed(ids[at : at + size], rows[at : at + size])
+        call.finish()
+        pieces, end = await read(call)
+    text = "".join(piece.text for piece in pieces)
+    entries = [entry for piece in pieces for entry in piece.logprobs]
+    assert (text, end.stop) == ("go 🙂 XYW and ", "XYZW")
+    assert [entry.token.token_id for entry in entries] == ids[: len(entries)]
+    assert [entry.token.logprob for entry in entries] == [-float(n) for n in range(len(entries))]
+    assert b"".join(entry.token.text for entry in entries).decode() == text
+    assert [score.text for score in entries[0].top] == [b'"', b"<|im_end|>"]
+
+
+@pytest.mark.parametrize("scored", [False, True])
+async def test_no_stop_string_ends_within_the_first_tokens(mesh, scored):
+    ids = mesh.ids("a") * 4
+    rows = [TokenLogprob(-1.0)] * 4 if scored else []
+    async with mesh.detokenize(stop=["a"], min_tokens=2) as call:
+        call.feed(ids, rows)
+        pieces, end = await read(call)
+    assert "".join(piece.text for piece in pieces) == "aa"
+    assert (end.stop, end.usage.completion_tokens) == ("a", 3)
 
 
 async def test_tokens_are_counted_in_the_metrics(mesh):

@@ -26,13 +26,18 @@ from kvmesh.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from kvmesh.wire import logprobs_from_proto, sampling_to_proto
-from services.decode.servicer import MAX_UNSENT_TOP_TOKENS, DecodeServicer
+from kvmesh.wire import sampling_to_proto
+from kvmesh.wire_logprobs import logprobs_from_proto
+from services.decode.servicer import MAX_UNSENT_TOP_TOKENS, PROMPT_TOKENS, DecodeServicer
 from services.prefill.servicer import PrefillServicer
 
-INFO = EngineInfo("script", "m", 100, 100, 4, 10)
+INFO = EngineInfo("script", "m", 10_000, 10_000, 4, 10)
 END = Finish(FinishReason.LENGTH)
-ASKED = Sampling(logprobs=2, logit_bias=((5, 1.5),))
+ASKED = Sampling(logprobs=2, logit_bias=((5, 1.5),), allowed_token_ids=(5, 6))
+ZEROS = Sampling(
+    temperature=0.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0, seed=0,
+    logprobs=0, prompt_logprobs=0,
+)  # fmt: skip
 
 
 def row(logprob: float, count: int = 2) -> TokenLogprob:
@@ -77,8 +82,31 @@ class Script:
         pass
 
 
+class Iterating:
+    """The same, one step at a time, as an engine without sinks does it."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+
+    async def start(self) -> EngineInfo:
+        return INFO
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Step]:
+        for step in self.steps:
+            yield step
+
+    def load(self) -> Load:
+        return Load()
+
+    def check(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
 @asynccontextmanager
-async def channel(engine: Script, info: EngineInfo = INFO) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(engine: Any, info: EngineInfo = INFO) -> AsyncIterator[grpc.aio.Channel]:
     process = Process(
         id="w",
         role=Role.DECODE,
@@ -102,20 +130,20 @@ async def channel(engine: Script, info: EngineInfo = INFO) -> AsyncIterator[grpc
         yield opened
 
 
-def start_of(request: Any) -> Any:
-    start = request.starts.add(stream_id=1, token_ids=[1, 2, 3])
+def start_of(request: Any, prompt: Sequence[int] = (1, 2, 3), sampling: Sampling = ASKED) -> Any:
+    start = request.starts.add(stream_id=1, token_ids=prompt)
     start.context.request_id = "r"
-    sampling_to_proto(ASKED, start.sampling)
+    sampling_to_proto(sampling, start.sampling)
     return request
 
 
-async def decoded(engine: Script) -> tuple[list[Any], generation_pb2.StreamEnd]:
+async def decoded(engine: Any, *asked: Any) -> tuple[list[Any], generation_pb2.StreamEnd]:
     """Return the deltas that one request was answered with, and its end."""
     deltas: list[Any] = []
     async with channel(engine) as opened:
         call = decode_pb2_grpc.DecodeServiceStub(opened).Decode(timeout=20)
         await call.write(decode_pb2.DecodeRequest(open={"schema_revision": 1}))
-        await call.write(start_of(decode_pb2.DecodeRequest()))
+        await call.write(start_of(decode_pb2.DecodeRequest(), *asked))
         while True:
             response = await call.read()
             deltas.extend(response.deltas)
@@ -140,6 +168,48 @@ async def test_what_is_asked_of_the_engine_arrives() -> None:
     engine = Script([Step((7,), END)])
     await decoded(engine)
     assert engine.asked == [ASKED]
+
+
+@pytest.mark.parametrize("asked", [ZEROS, Sampling()], ids=["zeros", "nothing"])
+async def test_a11_zeros_arrive_as_zeros_and_what_is_absent_as_absent(asked: Sampling) -> None:
+    engine = Script([Step((7,), END)])
+    await decoded(engine, (1, 2, 3), asked)
+    assert engine.asked == [asked]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**31, 2**32, 2**63 - 1])
+async def test_a49_seeds_arrive(seed: int) -> None:
+    engine = Script([Step((7,), END)])
+    await decoded(engine, (1, 2, 3), Sampling(seed=seed))
+    assert [asked.seed for asked in engine.asked] == [seed]
+
+
+@pytest.mark.parametrize("kind", [Script, Iterating])
+@pytest.mark.parametrize("apart", [False, True], ids=["with-a-token", "before-it"])
+@pytest.mark.parametrize("length", [1, 2, 1024, 1025, 1026, 3000])
+async def test_a_prompts_logprobs_come_in_pieces_before_the_first_token(
+    length: int, apart: bool, kind: Any
+) -> None:
+    prompt = [9 + at for at in range(length)]
+    rows = [row(-float(at)) for at in range(1, length)]
+    own = [row(-0.5), row(-0.25)]
+    steps = [Step((7,), None, own[:1], rows), Step((8,), END, own[1:])]
+    if apart:
+        steps[:1] = [Step((), None, None, rows), Step((7,), None, own[:1])]
+    asked = Sampling(logprobs=2, prompt_logprobs=2)
+    deltas, end = await decoded(kind(steps), prompt, asked)
+    pieces = [delta for delta in deltas if delta.prompt]
+    assert deltas[: len(pieces)] == pieces
+    assert [delta.offset for delta in pieces] == list(range(1, length, PROMPT_TOKENS))
+    assert all(len(delta.token_ids) <= PROMPT_TOKENS for delta in pieces)
+    assert [token for delta in pieces for token in delta.token_ids] == prompt[1:]
+    assert [each for delta in pieces for each in logprobs_from_proto(delta) or ()] == rows
+    rest = deltas[len(pieces) :]
+    assert [token for delta in rest for token in delta.token_ids] == [7, 8]
+    assert rest[0].offset == 0
+    assert [each for delta in rest for each in logprobs_from_proto(delta) or ()] == own
+    usage = end.completion.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (length, 2)
 
 
 async def test_steps_that_share_a_delta_keep_their_columns_aligned() -> None:

@@ -133,7 +133,13 @@ async def decoded(
     async with (
         asyncio.timeout(20),
         decode(
-            rig.peer, prompt, sampling, Context("r"), CLOCK, ticket=ticket, sink=tokens.extend
+            rig.peer,
+            prompt,
+            sampling,
+            Context("r"),
+            CLOCK,
+            ticket=ticket,
+            sink=lambda ids, _: tokens.extend(ids),
         ) as call,
     ):
         return tokens, await call.completion
@@ -232,7 +238,7 @@ async def test_cancel_and_a_lost_client_free_the_engine() -> None:
     async with worker("d", PACED) as d:
         first = asyncio.Event()
 
-        def sink(_: Sequence[int]) -> None:
+        def sink(_: Sequence[int], __: object) -> None:
             first.set()
 
         def start() -> DecodeCall:

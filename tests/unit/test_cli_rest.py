@@ -12,6 +12,8 @@ from kvmesh.cli.console import CommandError
 URL = "http://frontend"
 ASK = rest.Ask([{"role": "user", "content": "Hi"}], max_tokens=5)
 
+make_client = rest._client
+
 Answer = Callable[[httpx.Request], httpx.Response]
 Serve = Callable[[Answer], None]
 
@@ -19,8 +21,10 @@ Serve = Callable[[Answer], None]
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
     def with_answer(answer: Answer) -> None:
-        def client(url: str, _seconds: float) -> httpx.AsyncClient:
-            return httpx.AsyncClient(base_url=url, transport=httpx.MockTransport(answer))
+        def client(url: str, _seconds: float, api_key: str = "") -> httpx.AsyncClient:
+            real = make_client(url, 1.0, api_key)
+            transport = httpx.MockTransport(answer)
+            return httpx.AsyncClient(base_url=url, headers=real.headers, transport=transport)
 
         monkeypatch.setattr(rest, "_client", client)
 
@@ -100,3 +104,16 @@ async def test_the_first_model_and_readiness(serve: Serve) -> None:
     assert not await rest.is_ready(URL)
     with pytest.raises(CommandError, match="not yet"):
         await rest.first_model(URL)
+
+
+async def test_a_key_is_shown_if_there_is_one(serve: Serve) -> None:
+    shown: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        shown.append(request.headers.get("authorization"))
+        return httpx.Response(200, json={"data": [{"id": "a"}]})
+
+    serve(answer)
+    assert await rest.first_model(URL, "k") == "a"
+    assert await rest.first_model(URL) == "a"
+    assert shown == ["Bearer k", None]

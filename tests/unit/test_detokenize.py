@@ -148,6 +148,21 @@ def test_a54_a_bad_id_is_an_error_and_takes_nothing(tokenizers, vocabularies, ki
     assert detokenizer.push(good) + detokenizer.flush() == whole(kind, tokenizers[kind], good)
 
 
+@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("bad", [-1, 49152, 191222, 999_999, 2**40])
+def test_a44_ids_outside_the_vocabulary_are_named_however_they_come(vocabularies, kind, bad):
+    detokenizer = vocabularies[kind].detokenizer()
+    for take in (
+        lambda: detokenizer.push([bad]),
+        lambda: detokenizer.push([5, bad, 6]),
+        lambda: detokenizer.push_one(bad),
+        lambda: detokenizer.shown(bad),
+    ):
+        with pytest.raises(EngineError, match=str(bad)):
+            take()
+    assert detokenizer.flush() == ""
+
+
 def test_ids_of_a_padded_vocabulary_have_no_text(tokenizers):
     tokenizer = tokenizers["byte_level"]
     size = Vocabulary(tokenizer).size

@@ -11,9 +11,10 @@ from kvmesh.engine.sim.compute import Computer, Outcome
 from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import KvMemory, expected
+from kvmesh.engine.sim.ranking import Ranking
 from kvmesh.engine.sim.sequence import SimSequence
 from kvmesh.kv.pool import BlockPool
-from kvmesh.types import Sampling
+from kvmesh.types import Sampling, TokenLogprob
 
 CONFIG = SimConfig(block_size=4, total_blocks=16, latency=Latency(speed=1))
 MODEL = CONFIG.model("m")
@@ -105,3 +106,67 @@ def test_removing_frees(steps: int) -> None:
     line.remove(one)
     assert line.pool.used == 0
     assert [line.waiting, line.prompts, line.running] == [[], [], []]
+
+
+def scoring(prompt: list[int]) -> SimSequence:
+    sampling = Sampling(3, prompt_logprobs=1)
+    request = EngineRequest(str(prompt), prompt, sampling)
+    return SimSequence(request, Kind.GENERATE, None, lambda _: None, CONFIG.limits)
+
+
+def right_scores(prompt: list[int]) -> list[tuple[int, float]]:
+    """Return the likeliest token behind each part of the prompt, and the real one's logprob."""
+    return [
+        (expected(MODEL, prompt[:length], 1)[0], of_next(prompt[:length], prompt[length]))
+        for length in range(1, len(prompt))
+    ]
+
+
+def of_next(prompt: list[int], token: int) -> float:
+    (first,) = expected(MODEL, prompt, 1)
+    return Ranking(MODEL.low, MODEL.high, first).logprob(token)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 4, 5, 100])
+def test_pieces_of_a_prompt_are_scored_as_the_whole(budget: int) -> None:
+    line = Line(replace(CONFIG, max_batch_tokens=budget))
+    prompt = [300, 301, *range(400, 411)]
+    line.add(one := scoring(prompt))
+    line.admit()
+    while not completion(one):
+        line.step()
+    assert one.scores is not None
+    assert [(each.top[0][0], each.logprob) for each in one.scores] == right_scores(prompt)
+
+
+def test_a_preempted_prompt_is_scored_once_and_its_rest_computed() -> None:
+    line = Line(replace(CONFIG, max_batch_tokens=2, total_blocks=5))
+    ahead, one = sequence([9] * 3, 12, priority=-1), scoring(list(range(300, 311)))
+    for each in (ahead, one):
+        line.add(each)
+    line.admit()
+    while line.preemptions == 0:
+        line.step()
+    assert one.scores
+    assert 4 < len(one.scores) < 8
+    assert (one.phase, completion(one)) == (Phase.WAITING, [])
+    while not completion(one):
+        line.admit()
+        line.step()
+    found = [(each.top[0][0], each.logprob) for each in one.scores]
+    assert found == right_scores(list(range(300, 311)))
+
+
+@pytest.mark.parametrize(("known", "hits"), [(0, 0), (3, 0), (4, 4), (7, 4), (12, 12)])
+def test_no_more_is_taken_from_the_cache_than_was_scored(known: int, hits: int) -> None:
+    line = Line(CONFIG)
+    prompt = list(range(300, 314))
+    line.add(first := sequence(prompt, 1))
+    line.admit()
+    line.step()
+    assert first.phase is Phase.ENDED
+    line.add(one := scoring(prompt))
+    assert one.scores is not None
+    one.scores += [TokenLogprob(0.0)] * known
+    line.admit()
+    assert one.computed == one.cached_tokens == hits

@@ -4,7 +4,9 @@ import contextlib
 import threading
 
 import pytest
-from prometheus_client import CollectorRegistry
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.telemetry import DURATION_BUCKETS, Telemetry, exposition, quiet_telemetry
@@ -46,14 +48,16 @@ def test_counters_and_gauges(telemetry: Telemetry) -> None:
     assert samples(telemetry)["kvmesh_plain_total",] == 1
 
 
-def test_durations_have_the_same_buckets_up_to_ten_minutes(telemetry: Telemetry) -> None:
+def test_durations_have_the_same_buckets_beyond_the_longest_request(telemetry: Telemetry) -> None:
     ttft = telemetry.meter.histogram("kvmesh_ttft", "First token.", labels=("model",))
     ttft.record(0.003, model="m")
     ttft.record(601, model="m")
     got = samples(telemetry)
     bounds = [float(key[1]) for key in got if key[0] == "kvmesh_ttft_seconds_bucket"]
     assert bounds == [*DURATION_BUCKETS, float("inf")]
-    assert DURATION_BUCKETS[-1] == 600
+    assert DURATION_BUCKETS[-2:] == (600, 900)
+    assert got["kvmesh_ttft_seconds_bucket", "900.0", "m"] == 2
+    assert got["kvmesh_ttft_seconds_sum", "m"] == 601.003
     assert got["kvmesh_ttft_seconds_bucket", "0.005", "m"] == 1
     assert got["kvmesh_ttft_seconds_count", "m"] == 2
 
@@ -151,3 +155,54 @@ def test_a_gauge_that_fails_hides_only_itself(telemetry: Telemetry) -> None:
     telemetry.meter.gauge("kvmesh_broken", "Broken.", read)
     telemetry.meter.gauge("kvmesh_fine", "Fine.", lambda: 1)
     assert samples(telemetry)["kvmesh_fine",] == 1
+
+
+def test_a_histogram_shows_what_the_sdks_own_would(telemetry: Telemetry) -> None:
+    bounds = (0.5, 1.0, 4.0)
+    registry = CollectorRegistry()
+    reader = PrometheusMetricReader(registry=registry, scope_info_enabled=False)
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    theirs = provider.get_meter("theirs").create_histogram(
+        "gen_ai.server.x", "s", "X.", explicit_bucket_boundaries_advisory=bounds
+    )
+    ours = telemetry.meter.histogram(
+        "gen_ai.server.x", "X.", labels=("gen_ai.operation.name",), buckets=bounds
+    )
+    for value in (0.0, 0.5, 0.51, 1.0, 3.0, 4.0, 4.1, 1e9):
+        theirs.record(value, {"gen_ai.operation.name": "chat"})
+        ours.record(value, **{"gen_ai.operation.name": "chat"})
+    name = "gen_ai_server_x_seconds"
+    expected = {line for line in generate_latest(registry).decode().splitlines() if name in line}
+    assert len(expected) >= 7
+    assert expected == {line for line in telemetry.render().decode().splitlines() if name in line}
+
+
+def test_an_empty_label_is_left_out(telemetry: Telemetry) -> None:
+    telemetry.meter.histogram("kvmesh_x", "X.", labels=("a", "b")).record(1, a="1", b="")
+    assert samples(telemetry)["kvmesh_x_seconds_count", "1"] == 1
+
+
+def test_a_series_without_values_is_not_shown(telemetry: Telemetry) -> None:
+    series = telemetry.meter.histogram("kvmesh_x", "X.", labels=("a",)).series(a="1")
+    assert "kvmesh_x_seconds_count" not in telemetry.render().decode()
+    series.record(2)
+    assert samples(telemetry)["kvmesh_x_seconds_sum", "1"] == 2
+
+
+def test_histograms_are_exact_from_many_threads(telemetry: Telemetry) -> None:
+    histogram = telemetry.meter.histogram("kvmesh_x", "X.", labels=("a",))
+    start = threading.Barrier(5)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(2_000):
+            histogram.record(1, a="x")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    for thread in threads:
+        thread.join()
+    got = samples(telemetry)
+    assert got["kvmesh_x_seconds_count", "x"] == got["kvmesh_x_seconds_sum", "x"] == 8_000

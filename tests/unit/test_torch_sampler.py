@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvmesh.engine.base import EngineRequest
 from kvmesh.engine.sequence import Kind, Limits
-from kvmesh.engine.torch.sampler import measure, noise, penalize, pick, probabilities
+from kvmesh.engine.torch.plan import Span
+from kvmesh.engine.torch.sampler import measure, noise, penalize, pick, probabilities, score
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence
 from kvmesh.types import LOGPROB_FLOOR, Sampling, TokenLogprob
 
@@ -117,7 +118,7 @@ def test_draws_depend_on_the_position() -> None:
     assert len(set(picks)) > 20
 
 
-@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 1 << 20))
+@given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 1 << 20))
 def test_noise_is_inside_and_repeats(seed: int, position: int) -> None:
     ids = np.arange(1000)
     found = noise(seed, position, ids)
@@ -201,6 +202,65 @@ def test_a_bias_is_one_requests_own() -> None:
     assert pick(rows, [biased, sequence([1], temperature=0.0)]) == [7, int(rows[1].argmax())]
 
 
+def test_only_what_is_allowed_is_picked() -> None:
+    rows = logits(rows=2)
+    best, *_, third, second = ranked(rows[0])
+    asked = {"temperature": 0.0, "allowed_token_ids": (third, second)}
+    free = sequence([1], temperature=0.0)
+    assert pick(rows, [sequence([1], **asked), free]) == [third, int(rows[1].argmax())]
+    hot = {"temperature": 9.0, "allowed_token_ids": (third, second), "top_p": 0.9999}
+    draws = Counter(pick(rows[:1], [sequence([1], seed=seed, **hot)])[0] for seed in range(100))
+    assert set(draws) == {third, second}
+    assert best not in draws
+
+
+def test_a_bias_lifts_nothing_that_is_not_allowed() -> None:
+    asked = {"temperature": 0.0, "allowed_token_ids": (3,), "logit_bias": ((5, 100.0),)}
+    assert pick(logits(), [sequence([1], **asked)]) == [3]
+
+
+def test_a_ban_counts_among_the_allowed() -> None:
+    row = torch.zeros(1, VOCAB)
+    row[0, 7] = 8.0
+    asked = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (7,)}
+    held = {**asked, "allowed_token_ids": (7, 8)}
+    assert pick(row, [sequence([1, 5], 1, **held)]) == [8]
+    assert pick(row, [sequence([1, 5, 5], 1, **held)]) == [7]
+
+
+def test_a49_seeds_below_zero_are_streams_of_their_own() -> None:
+    flat = torch.zeros(1, VOCAB)
+    seeds = (-(2**63), -2, -1, 0, 1, 2**31, 2**32, 2**63 - 1)
+    streams = {
+        tuple(pick(flat, [sequence([1] * n, seed=seed)])[0] for n in range(1, 9)) for seed in seeds
+    }
+    assert len(streams) == len(seeds)
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 100])
+def test_each_of_many_rows_is_scored_by_itself(length: int) -> None:
+    rng = random.Random(length)
+    one, other = (
+        sequence([rng.randrange(VOCAB) for _ in range(length + 5)], prompt_logprobs=count)
+        for count in (2, 0)
+    )
+    spans = [
+        Span(one, (), 0, length, False, range(1, length + 1)),
+        Span(sequence([1, 2]), (), 0, 2, True),
+        Span(other, (), 0, 5, False, range(4, 5)),
+    ]
+    rows = logits(rows=length + 1)
+    found, none, (last,) = score(rows, spans)
+    expected = torch.log_softmax(rows, -1)
+    assert none == []
+    assert len(found) == length
+    for at, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(expected[at, one.tokens[at + 2]]))
+        assert [token for token, _ in each.top] == ranked(rows[at])[:2]
+    assert last.logprob == pytest.approx(float(expected[length, other.tokens[5]]))
+    assert last.top == ()
+
+
 def one_measured(row: Any, token: int, **sampling: Any) -> TokenLogprob:
     (found,) = measure(row[None], [sequence([1], **sampling)], [token])
     assert found is not None
@@ -232,6 +292,16 @@ def test_only_those_who_ask_get_logprobs() -> None:
 
 def test_a_small_vocabulary_has_no_more_than_itself() -> None:
     assert len(one_measured(torch.zeros(4), 0, logprobs=20).top) == 4
+
+
+@pytest.mark.parametrize("worst", [-torch.inf, torch.nan, torch.inf])
+def test_a36_scores_are_finite_whatever_the_logits(worst: float) -> None:
+    rows = torch.tensor([[1.0, worst, 0.0], [0.0, 1.0, 2.0]])
+    span = Span(sequence([0, 1, 2], prompt_logprobs=3), (), 0, 3, True, range(2))
+    (found,) = score(rows, [span])
+    for each in found:
+        values = [each.logprob, *(value for _, value in each.top)]
+        assert all(LOGPROB_FLOOR <= value <= 0 for value in values)
 
 
 @pytest.mark.parametrize("worst", [-torch.inf, torch.nan, torch.inf])

@@ -44,7 +44,7 @@ def test_a_default_out_of_range_is_refused(tmp_path: Path) -> None:
         read_defaults(folder(tmp_path, {"top_p": 7}))
 
 
-def test_zero_is_not_open() -> None:
+def test_a11_zero_is_not_open() -> None:
     defaults = Knobs(0.6, 0.9, 40, 0.1, 0.2, 0.3, 1.1)
     assert resolve(Sampling(), defaults) == defaults
     asked = Sampling(
@@ -67,4 +67,6 @@ def test_a_seed_is_kept_or_drawn() -> None:
         return found
 
     assert seeds(7) == [7, 7]
+    assert seeds(-1) == [-1, -1]
+    assert seeds(0) == [0, 0]
     assert len(set(seeds(None))) == 2

@@ -12,7 +12,9 @@ from kvmesh.engine.base import Finish
 from kvmesh.engine.batch import Batch
 from kvmesh.engine.sequence import Kind, Phase
 from kvmesh.engine.sim.model import WORD, KvMemory, SimModel, lanes
+from kvmesh.engine.sim.ranking import choose, ranking, told
 from kvmesh.engine.sim.sequence import SimSequence
+from kvmesh.types import TokenLogprob
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class Computer:
         if sequence.folded != filled:
             sequence.base = memory.fold(self._model.origin, sequence.blocks[:filled])
         count = min(budget, len(sequence.tokens) - first)
+        base = sequence.base
         fresh = lanes(sequence.tokens[first : first + count], first)
         at, digest = 0, 0
         while at < len(fresh):
@@ -114,6 +117,8 @@ class Computer:
                 sequence.base = digest
         sequence.folded = sequence.computed // size
         sequence.slot = sequence.end = 0
+        if sequence.scores is not None:
+            self._score(sequence, first, base, sequence.scores)
         batch.publish(sequence, filled)
         outcome.prefill_tokens += count
         if sequence.computed == len(sequence.tokens):
@@ -125,11 +130,41 @@ class Computer:
         return count
 
     def _pick(self, batch: Batch[SimSequence], sequence: SimSequence, digest: int) -> Finish | None:
-        token = self._model.pick(digest, sequence.mix, sequence.banned_now)
+        model, sampling = self._model, sequence.request.sampling
+        if sequence.steered:
+            token = choose(
+                ranking(model, digest, sequence.mix),
+                banned=sequence.banned_now,
+                bias=dict(sampling.logit_bias),
+                allowed=sampling.allowed_token_ids,
+            )
+        else:
+            token = model.pick(digest, sequence.mix, sequence.banned_now)
+        if sampling.logprobs is not None:
+            sequence.logprob = told(ranking(model, digest), token, sampling.logprobs)
         finish = sequence.take(token)
         if finish is not None:
             batch.end(sequence)
         return finish
+
+    def _score(
+        self, sequence: SimSequence, first: int, base: int, scores: list[TokenLogprob]
+    ) -> None:
+        """Tell how likely the prompt's tokens were, from the bytes computed from `first` on.
+
+        `base` is the digest of the full blocks before it.
+        """
+        memory, size = self.memory, self.memory.block_size
+        count = sequence.request.sampling.prompt_logprobs or 0
+        unscored = sequence.unscored(first, sequence.computed)
+        for position in range(first, unscored.stop):
+            index, offset = divmod(position, size)
+            digest = memory.fold_part(base, sequence.blocks[index], offset + 1)
+            if offset + 1 == size:
+                base = digest
+            if position in unscored:
+                token = sequence.tokens[position + 1]
+                scores.append(told(ranking(self._model, digest), token, count))
 
     def _locate(self, sequence: SimSequence) -> None:
         """Find the word for the next token."""

@@ -42,15 +42,24 @@ class SimModel:
 
         `salt` stands for the random stream: 0 is greedy. `banned` must leave a choice.
         """
-        value = digest ^ (salt * _SALT_FACTOR & _MASK)
-        if self.eos_probability and self.eos_token_id not in banned:
-            draw = value >> 64 - _PROBABILITY_BITS
-            if draw < self.eos_probability * (1 << _PROBABILITY_BITS):
-                return self.eos_token_id
+        value = self.mix(digest, salt)
+        if self.eos_token_id not in banned and self.draws_eos(value):
+            return self.eos_token_id
         token = self.low + value % (self.high - self.low)
         while token in banned:
             token = token + 1 if token + 1 < self.high else self.low
         return token
+
+    def mix(self, digest: int, salt: int) -> int:
+        """Return the number below 2**64 that decides in a random stream."""
+        return digest ^ (salt * _SALT_FACTOR & _MASK)
+
+    def draws_eos(self, value: int) -> bool:
+        """Return whether such a number stands for the end of the text."""
+        if not self.eos_probability:
+            return False
+        draw = value >> 64 - _PROBABILITY_BITS
+        return draw < self.eos_probability * (1 << _PROBABILITY_BITS)
 
 
 def origin(name: str, seed: int) -> int:

@@ -10,11 +10,12 @@ class SimSequence(BatchSequence):
 
     `base` digests the first `folded` blocks, which are full. `start` is the byte where the
     current block begins; `slot` is the next word, `end` the first word behind the block: equal
-    when they are to be found. `special`: picking a token takes more than the digest. `mix`
-    is its random stream, `digest` that of all its tokens when prefill picked the last.
+    when they are to be found. `special`: picking a token takes more than the digest, and
+    `steered`: a whole ranking, as the request biases it or allows few. `mix` is its random
+    stream, `digest` that of all its tokens when prefill picked the last.
     """
 
-    __slots__ = ("base", "digest", "end", "folded", "mix", "slot", "special", "start")
+    __slots__ = ("base", "digest", "end", "folded", "mix", "slot", "special", "start", "steered")
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class SimSequence(BatchSequence):
         limits: Limits,
     ) -> None:
         super().__init__(request, kind, ticket, sink, limits)
-        self.special = False
+        self.special = self.steered = False
         self.mix = 0
         self.folded = -1
         self.base = self.digest = 0

@@ -14,7 +14,7 @@ from kvmesh.engine.sim.config import NAME, SimConfig
 from kvmesh.engine.sim.faults import Injector
 from kvmesh.engine.sim.model import KvMemory
 from kvmesh.engine.sim.sequence import SimSequence
-from kvmesh.errors import EngineError, InvalidRequestError, OverloadedError, TransferError
+from kvmesh.errors import EngineError, OverloadedError, TransferError
 from kvmesh.kv.base import KvTransport, OnPulled
 from kvmesh.kv.transports import open_host_pool
 from kvmesh.types import KvTicket
@@ -81,16 +81,19 @@ class SimStepper:
         config = self._config
         if config.faults.refuse == kind.value:
             raise OverloadedError(f"{kind.value} is refused (injected)")
-        if request.sampling.logit_bias:
-            raise _no_logits("logit_bias")
-        if request.sampling.logprobs is not None:
-            raise _no_logits("logprobs")
         sequence = SimSequence(request, kind, ticket, sink, config.limits)
         samples_eos = config.eos_probability > 0 or config.sample_from <= config.eos_token_id
-        sequence.special = bool(samples_eos or sequence.stops or sequence.banned)
-        if request.sampling.temperature:  # greedy is also the default
-            seed = request.sampling.seed
-            sequence.mix = (self._rng.getrandbits(63) if seed is None else seed) + 1
+        sampling = request.sampling
+        sequence.steered = bool(sampling.logit_bias or sampling.allowed_token_ids)
+        sequence.special = bool(
+            samples_eos
+            or sequence.stops
+            or sequence.banned
+            or sequence.steered
+            or sampling.logprobs is not None
+        )
+        if sampling.temperature:  # greedy is also the default
+            sequence.mix = _stream(self._rng, sampling.seed)
         return sequence
 
     def digest(self, sequence: SimSequence) -> int:
@@ -145,5 +148,7 @@ class SimStepper:
         return self._computer
 
 
-def _no_logits(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"the simulated engine has no logits for {field}", field=field)
+def _stream(rng: random.Random, seed: int | None) -> int:
+    """Return the random stream of a seed. It is not 0, which is greedy, below 2**64 either."""
+    number = rng.getrandbits(63) if seed is None else seed
+    return number + 1 if number >= 0 else number

@@ -1,7 +1,7 @@
 """What one step computes, and what comes of it. No torch here."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.engine.base import Finish
 from kvmesh.engine.batch import Batch
@@ -12,12 +12,16 @@ from kvmesh.types import TokenLogprob
 Pick = tuple[int, TokenLogprob | None]
 """A picked token, and how likely it was where the request asks for that."""
 
+SCORED_ROWS = 256
+"""Prompt positions that one step scores: each is a row of logits, as wide as the vocabulary."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens of one sequence that get their KV in a step: `count` from number `first` on.
 
     `blocks` are the sequence's as the step begins. `picks`: the token behind is picked.
+    `scores` are the positions behind which the prompt's next token is scored.
     """
 
     sequence: TorchSequence
@@ -25,6 +29,7 @@ class Span:
     first: int
     count: int
     picks: bool
+    scores: range = field(default=range(0))
 
     @property
     def length(self) -> int:
@@ -37,46 +42,63 @@ class Span:
         return self.sequence.tokens[self.first : self.length]
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step found out behind a span's tokens."""
+
+    span: Span
+    pick: Pick | None = None
+    scores: Sequence[TokenLogprob] = ()
+
+
 def plan(batch: Batch[TorchSequence], budget: int) -> list[Span]:
     """Choose the tokens of a step, at most about `budget`, and find blocks for them.
 
-    One for each sequence that decodes, the rest for prompts in order. Empty when all that
-    was to be computed has lost its blocks.
+    One for each sequence that decodes, the rest for prompts in order; of those that are
+    scored, at most `SCORED_ROWS`. Empty when all that was to be computed has lost its blocks.
     """
     for sequence in batch.running.copy():
         if sequence.phase is Phase.RUNNING:
             batch.grow(sequence)
     spans = [_span(sequence, 1) for sequence in batch.running]
-    left = max(1, budget - len(spans))
+    left, rows = max(1, budget - len(spans)), SCORED_ROWS
     for sequence in batch.prompts:
         if left <= 0:
             break
-        count = min(left, len(sequence.tokens) - sequence.computed)
-        spans.append(_span(sequence, count))
+        first = sequence.computed
+        count = min(left, len(sequence.tokens) - first)
+        scores = sequence.unscored(first, first + count)
+        if len(scores) > rows:
+            scores = scores[:rows]
+            count = scores.stop - first
+            if not count:
+                continue
+        spans.append(_span(sequence, count, scores))
         left -= count
+        rows -= len(scores)
     return spans
 
 
 def commit(
-    batch: Batch[TorchSequence], spans: Iterable[Span], picks: Iterable[Pick]
+    batch: Batch[TorchSequence], computed: Iterable[Computed]
 ) -> list[tuple[TorchSequence, int, Finish | None]]:
-    """Account for a computed step; `picks` are in the order of spans.
+    """Account for a computed step.
 
     Returns the token of each sequence that got one and how it ended if it did. Sequences
     removed in the meantime get none.
     """
     outcome = []
-    picked = iter(picks)
-    for span in spans:
-        sequence = span.sequence
-        pick = next(picked) if span.picks else None
+    for done in computed:
+        span, sequence = done.span, done.span.sequence
         if sequence.phase is not Phase.RUNNING:
             continue
         sequence.computed = span.length
         batch.publish(sequence, span.first // batch.block_size)
-        if pick is None:
+        if done.scores and sequence.scores is not None:
+            sequence.scores += done.scores
+        if done.pick is None:
             continue
-        token, sequence.logprob = pick
+        token, sequence.logprob = done.pick
         finish = sequence.take(token)
         if finish is not None:
             batch.end(sequence)
@@ -87,7 +109,7 @@ def commit(
     return outcome
 
 
-def _span(sequence: TorchSequence, count: int) -> Span:
+def _span(sequence: TorchSequence, count: int, scores: range = range(0)) -> Span:
     first = sequence.computed
     picks = first + count == len(sequence.tokens)
-    return Span(sequence, sequence.blocks, first, count, picks)
+    return Span(sequence, sequence.blocks, first, count, picks, scores)

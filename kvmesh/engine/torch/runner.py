@@ -8,8 +8,8 @@ from kvmesh.engine.torch.attention import ATTENTION
 from kvmesh.engine.torch.config import TorchConfig
 from kvmesh.engine.torch.loading import Loaded
 from kvmesh.engine.torch.memory import KvMemory
-from kvmesh.engine.torch.plan import Pick, Span
-from kvmesh.engine.torch.sampler import measure, pick
+from kvmesh.engine.torch.plan import Computed, Span
+from kvmesh.engine.torch.sampler import measure, pick, score
 from kvmesh.engine.torch.step import lay
 from kvmesh.engine.torch.workspace import Workspace
 from kvmesh.kv.base import PoolLayout
@@ -28,10 +28,10 @@ class Runner:
         budget = config.workspace_mb << 20
         self._workspace = Workspace(loaded.shape, budget) if on_cpu and budget else None
 
-    def run(self, spans: Sequence[Span]) -> tuple[Sequence[Span], list[Pick]]:
-        """Compute the KV of spans and pick what comes behind.
+    def run(self, spans: Sequence[Span]) -> list[Computed]:
+        """Compute the KV of spans, pick what comes behind and score what the prompt has there.
 
-        Returns the spans in another order, and in that order what was picked.
+        Returns that in another order than the spans'.
         """
         with torch.inference_mode():
             laid = lay(spans, self.memory.kv, self._workspace)
@@ -39,13 +39,15 @@ class Runner:
                 input_ids=laid.token_ids,
                 position_ids=laid.positions,
                 use_cache=False,
-                logits_to_keep=laid.picks,
+                logits_to_keep=laid.keep,
                 **{ATTENTION: laid.attention},
             )
             sequences = [span.sequence for span in laid.spans if span.picks]
-            if not sequences:
-                return laid.spans, []
-            logits = output.logits[0]
-            tokens = pick(logits, sequences)
-            logprobs = measure(logits, sequences, tokens)
-        return laid.spans, list(zip(tokens, logprobs, strict=True))
+            logits, count = output.logits[0], len(sequences)
+            tokens = pick(logits[:count], sequences) if sequences else []
+            picks = zip(tokens, measure(logits, sequences, tokens), strict=True)
+            scores = score(logits[count:], laid.spans)
+        return [
+            Computed(span, next(picks) if span.picks else None, scored)
+            for span, scored in zip(laid.spans, scores, strict=True)
+        ]

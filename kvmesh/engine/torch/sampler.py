@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
 
+from kvmesh.engine.torch.plan import Span
 from kvmesh.engine.torch.sequence import Knobs, TorchSequence
 from kvmesh.types import LOGPROB_FLOOR, TokenLogprob
 
@@ -16,6 +17,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _FIRST_GUESS = 64  # candidates looked at for top_p, before more
+_SCORED_AT_ONCE = 32  # rows whose distributions are in memory together
 
 
 def pick(logits: Any, sequences: Sequence[TorchSequence]) -> list[int]:
@@ -42,11 +44,29 @@ def measure(
     As in vLLM, by the logits as the model gives them, whatever was done to pick from them.
     """
     return [
-        None if count is None else _measure_one(logits[index], token, count)
+        None if count is None else _told(logits[index : index + 1], [token], count)[0]
         for index, (count, token) in enumerate(
             zip((each.request.sampling.logprobs for each in sequences), picked, strict=True)
         )
     ]
+
+
+def score(logits: Any, spans: Sequence[Span]) -> list[list[TokenLogprob]]:
+    """Return for each span how likely the prompt's tokens behind its `scores` were.
+
+    `logits` has a row for each of them, in order of the spans. By the logits as they are.
+    """
+    found, row = [], 0
+    for span in spans:
+        scores: list[TokenLogprob] = []
+        count = span.sequence.request.sampling.prompt_logprobs or 0
+        for at in range(0, len(span.scores), _SCORED_AT_ONCE):
+            some = span.scores[at : at + _SCORED_AT_ONCE]
+            tokens = span.sequence.tokens[some.start + 1 : some.stop + 1]
+            scores += _told(logits[row : row + len(some)], tokens, count)
+            row += len(some)
+        found.append(scores)
+    return found
 
 
 def noise(seed: int, position: int, token_ids: Any) -> Any:
@@ -54,7 +74,7 @@ def noise(seed: int, position: int, token_ids: Any) -> Any:
 
     Equal on every machine and in every version.
     """
-    key = xxh3_64_intdigest(struct.pack("<QQ", seed, position))
+    key = xxh3_64_intdigest(struct.pack("<qQ", seed, position))
     with np.errstate(over="ignore"):  # integers wrap: this is splitmix64
         mixed = token_ids.astype(np.uint64) * _GOLDEN + np.uint64(key)
         mixed ^= mixed >> np.uint64(30)
@@ -102,19 +122,26 @@ def penalize(logits: Any, knobs: Knobs, tokens: Sequence[int], prompt_length: in
 
 def _is_plain(sequence: TorchSequence) -> bool:
     knobs = sequence.knobs
-    biased = sequence.request.sampling.logit_bias
-    return not (knobs.temperature or knobs.penalizes or biased or sequence.banned_now)
+    sampling = sequence.request.sampling
+    steered = sampling.logit_bias or sampling.allowed_token_ids
+    return not (knobs.temperature or knobs.penalizes or steered or sequence.banned_now)
 
 
 def _pick_one(logits: Any, sequence: TorchSequence) -> int:
     knobs, tokens = sequence.knobs, sequence.tokens
-    if bias := sequence.request.sampling.logit_bias:
-        ids, values = zip(*bias, strict=True)
+    sampling = sequence.request.sampling
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
         logits[list(ids)] += torch.tensor(values, dtype=logits.dtype)
     if knobs.penalizes:
         penalize(logits, knobs, tokens, sequence.prompt_length)
     if sequence.banned_now:
         logits[list(sequence.banned_now)] = -torch.inf
+    if sampling.allowed_token_ids:
+        allowed = list(sampling.allowed_token_ids)
+        only = torch.full_like(logits, -torch.inf)
+        only[allowed] = logits[allowed]
+        logits = only
     if not knobs.temperature:
         return int(logits.argmax())
     probs = probabilities(logits, knobs)
@@ -127,14 +154,16 @@ def _pick_one(logits: Any, sequence: TorchSequence) -> int:
     return int(ids[int(race.argmax())])
 
 
-def _measure_one(logits: Any, token: int, count: int) -> TokenLogprob:
-    row = torch.log_softmax(logits.float(), -1).nan_to_num(nan=LOGPROB_FLOOR)
-    row = row.clamp(LOGPROB_FLOOR, 0.0)
-    top = row.topk(min(count, row.numel()))
-    return TokenLogprob(
-        logprob=float(row[token]),
-        top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
-    )
+def _told(logits: Any, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Return how likely each token was by its row of logits, and the `count` likeliest."""
+    rows = torch.log_softmax(logits.float(), -1).nan_to_num(nan=LOGPROB_FLOOR)
+    rows = rows.clamp(LOGPROB_FLOOR, 0.0)
+    own = rows[range(len(tokens)), list(tokens)].tolist()
+    top = rows.topk(min(count, rows.shape[-1]))
+    return [
+        TokenLogprob(logprob, tuple(zip(ids, values, strict=True)))
+        for logprob, ids, values in zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
 
 
 def _least_of_top_p(probs: Any, top_p: float) -> Any:

@@ -15,15 +15,16 @@ _SPREAD = 2  # lengths in one group differ by at most this factor
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A step as tensors: one row of tokens, and the rows behind which a token is picked.
+    """A step as tensors: one row of tokens, and the places in it whose logits are needed.
 
-    `spans` are the step's, in the order of their rows.
+    `spans` are the step's, in the order of their rows. `keep` has first the places behind
+    which a token is picked, then those behind which one of a prompt is scored.
     """
 
     spans: Sequence[Span]
     token_ids: Any
     positions: Any
-    picks: Any
+    keep: Any
     attention: PagedAttention
 
 
@@ -40,8 +41,10 @@ def lay(spans: Sequence[Span], kv: Any, workspace: Workspace | None) -> Laid:
     positions: list[int] = []
     blocks: list[int] = []
     picks: list[int] = []
+    scores: list[int] = []
     size = kv.shape[3]
     for span in ordered:
+        scores += (len(token_ids) + at - span.first for at in span.scores)
         token_ids += span.token_ids
         positions += range(span.first, span.length)
         blocks += (span.blocks[at // size] for at in range(span.first, span.length))
@@ -53,7 +56,7 @@ def lay(spans: Sequence[Span], kv: Any, workspace: Workspace | None) -> Laid:
         spans=ordered,
         token_ids=torch.tensor([token_ids], device=device),
         positions=placed.unsqueeze(0),
-        picks=torch.tensor(picks, dtype=torch.long, device=device),
+        keep=torch.tensor(picks + scores, dtype=torch.long, device=device),
         attention=PagedAttention(
             kv, (torch.tensor(blocks, device=device), placed % size), groups, chunks
         ),

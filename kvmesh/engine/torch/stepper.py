@@ -130,8 +130,7 @@ class TorchStepper:
         if not spans:
             return ()
         runner = self._started
-        done, picks = await self._in_thread(lambda: runner.run(spans))
-        return commit(batch, done, picks)
+        return commit(batch, await self._in_thread(lambda: runner.run(spans)))
 
     def close(self) -> None:
         """Let go of the pool's memory."""

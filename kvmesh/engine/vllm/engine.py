@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmesh.clock import Clock
 from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, Prefilled, Seat, Step
+from kvmesh.engine.sequence import refuse_prompt_logprobs
 from kvmesh.engine.vllm import launch, requests, settings
 from kvmesh.engine.vllm.claims import Claimant, serve_claims
 from kvmesh.engine.vllm.events import BlockMirror, KvEventReader
@@ -89,7 +90,7 @@ class VllmEngine:
 
     async def prefill(self, request: EngineRequest) -> Prefilled:
         """Leave the prompt's KV under a lease; see `PrefillEngine`."""
-        running = self._admit(request)
+        running = self._admit_half(request)
         last_token = running.limit(request) == 1
         arguments = running.arguments(request, max_tokens=1)
         count = request.sampling.logprobs
@@ -110,7 +111,8 @@ class VllmEngine:
         if output is None:
             raise EngineError("vLLM gave no answer to a prefill")
         cached = output.num_cached_tokens or 0
-        finish = requests.finish_of(output.outputs[0], cached)
+        stops = request.sampling.stop_token_ids
+        finish = requests.finish_of(output.outputs[0], cached, stops)
         prefilled = Prefilled(first, cached, logprobs=None if count is None else logprobs)
         if last_token:
             return replace(prefilled, finish=finish)
@@ -140,7 +142,7 @@ class VllmEngine:
         vLLM keeps the blocks of a request that is closed in the middle of a pull until
         the pull has ended.
         """
-        running = self._admit(request)
+        running = self._admit_half(request)
         admitted = running.office.admit(request, ticket)
         assert self._claimant is not None  # made in start()
         await self._claimant.claim(admitted.claim_address, ticket.epoch, ticket.ticket_id)
@@ -182,6 +184,11 @@ class VllmEngine:
             received_bytes=self._gauge.received_bytes,
         )
 
+    @property
+    def preemptions(self) -> int:
+        """How often vLLM took a request's blocks for another."""
+        return self._gauge.preemptions
+
     def check(self) -> None:
         """Raise `EngineError` once the engine core is dead or the engine closed."""
         if self._running is None:
@@ -207,9 +214,13 @@ class VllmEngine:
     def _admit(self, request: EngineRequest) -> "_Running":
         self.check()
         assert self._running is not None  # check() has seen to it
-        info = self._running.info
-        requests.check_request(request, info.context_length, info.vocab_size)
+        self._running.check(request)
         return self._running
+
+    def _admit_half(self, request: EngineRequest) -> "_Running":
+        running = self._admit(request)
+        refuse_prompt_logprobs(request.sampling)
+        return running
 
     async def _outputs(
         self,
@@ -221,22 +232,23 @@ class VllmEngine:
         from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMServerError
 
         self._active.add(request.request_id)
-        stream = self._llm.generate(
-            requests.prompt_input(request),
-            requests.sampling_params(arguments, kv_transfer),
-            request.request_id,
-            priority=request.priority,
-        )
         try:
+            stream = self._llm.generate(
+                requests.prompt_input(request),
+                requests.sampling_params(arguments, kv_transfer),
+                request.request_id,
+                priority=request.priority,
+            )
             async with aclosing(stream):
                 async for output in stream:
                     yield output
         except VLLMClientError as error:
-            raise InvalidRequestError(str(error)) from error
+            field = getattr(error, "parameter", None) or ""
+            raise InvalidRequestError(str(error), field=field) from error
         except GracefulHTTPError as error:
             raise OverloadedError(str(error)) from error
         except VLLMServerError as error:
-            raise EngineError(f"vLLM failed: {error}") from error
+            raise EngineError(f"vLLM failed: {type(error).__name__}") from error
         finally:
             self._active.discard(request.request_id)
 
@@ -254,7 +266,7 @@ class VllmEngine:
         except TimeoutError as error:
             raise EngineError(f"vLLM's engine core did not answer within {timeout} s") from error
         except (VLLMServerError, RuntimeError) as error:
-            raise EngineError(f"vLLM's engine core failed: {error}") from error
+            raise EngineError(f"vLLM's engine core failed: {type(error).__name__}") from error
 
     def _own(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` in a task that `aclose` ends; its failure is logged."""
@@ -306,6 +318,10 @@ class _Running:
             continues_first_token=False,
         )
 
+    def check(self, request: EngineRequest) -> None:
+        info = self.info
+        requests.check_request(request, info.context_length, info.vocab_size, self._eos)
+
     def limit(self, request: EngineRequest) -> int:
         return requests.completion_limit(request, self.info.context_length)
 
@@ -318,9 +334,10 @@ def _step(request: EngineRequest, output: Any, cached_tokens: int) -> Step:
     completion = output.outputs[0]
     finish: Finish | None = None
     if output.finished:
-        finish = requests.finish_of(completion, cached_tokens)
+        finish = requests.finish_of(completion, cached_tokens, request.sampling.stop_token_ids)
     logprobs = requests.logprobs_of(completion, request.sampling.logprobs)
-    return Step(completion.token_ids, finish, logprobs)
+    prompt = requests.prompt_logprobs_of(request, output)
+    return Step(completion.token_ids, finish, logprobs, prompt, cached_tokens)
 
 
 def _office(

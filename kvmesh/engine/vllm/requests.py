@@ -20,10 +20,17 @@ _KNOBS = (
 )
 
 
-def check_request(request: EngineRequest, context_length: int, vocab_size: int) -> None:
+# vLLM takes -1 for no seed at all: it gets the stream of a seed that hardly anybody asks for.
+# On a CPU the lower 32 bits alone count, and are those of -1.
+_SEED_OF_MINUS_ONE = -(2**62) - 1
+
+
+def check_request(
+    request: EngineRequest, context_length: int, vocab_size: int, eos_token_ids: frozenset[int]
+) -> None:
     """Refuse what the engine can't run, before it has any work.
 
-    Raises `InvalidRequestError` for an empty prompt or ids outside the vocabulary,
+    Raises `InvalidRequestError` for an empty prompt or ids that can't be honoured,
     `ContextLengthError` where prompt and max_tokens (or one token) don't fit.
     """
     tokens = request.token_ids
@@ -36,11 +43,13 @@ def check_request(request: EngineRequest, context_length: int, vocab_size: int) 
             f"the context of {context_length}",
             field="prompt" if len(tokens) >= context_length else "max_tokens",
         )
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise InvalidRequestError(
-            f"the prompt holds token ids outside the vocabulary of {vocab_size}", field="prompt"
-        )
-    check_sampling(request.sampling, vocab_size)
+    for token_id in (min(tokens), max(tokens)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"the prompt has the token id {token_id}, outside of 0 to {vocab_size - 1}",
+                field="prompt",
+            )
+    check_sampling(request.sampling, vocab_size, eos_token_ids)
 
 
 def completion_limit(request: EngineRequest, context_length: int) -> int:
@@ -69,10 +78,12 @@ def sampling_arguments(
         "min_tokens": min(sampling.min_tokens, max_tokens),
         "stop_token_ids": sorted(stops),
         "ignore_eos": sampling.ignore_eos,
-        "seed": sampling.seed,
+        "seed": _SEED_OF_MINUS_ONE if sampling.seed == -1 else sampling.seed,
         "detokenize": False,
         "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
     }
     for knob in _KNOBS:
         value = getattr(sampling, knob)
@@ -100,12 +111,15 @@ def prompt_input(request: EngineRequest) -> Any:
     return tokens_input(list(request.token_ids))
 
 
-def finish_of(completion: Any, cached_tokens: int) -> Finish:
-    """Return how a finished vLLM completion ended. Raises `EngineError` if it failed."""
+def finish_of(completion: Any, cached_tokens: int, stop_token_ids: Sequence[int]) -> Finish:
+    """Return how a finished vLLM completion ended. Raises `EngineError` if it failed.
+
+    `stop_token_ids` are the request's own; vLLM also has the model's ends among its stops.
+    """
     stop = completion.stop_reason
     match completion.finish_reason:
         case "stop" | "repetition":
-            token = stop if isinstance(stop, int) else None
+            token = stop if stop in stop_token_ids else None
             return Finish(FinishReason.STOP, cached_tokens, token)
         case "length":
             return Finish(FinishReason.LENGTH, cached_tokens)
@@ -126,6 +140,19 @@ def logprobs_of(completion: Any, count: int | None) -> Sequence[TokenLogprob] | 
     return tuple(_logprob(row, token, count) for row, token in zip(rows, tokens, strict=True))
 
 
+def prompt_logprobs_of(request: EngineRequest, output: Any) -> Sequence[TokenLogprob] | None:
+    """Return the log probabilities of the prompt's tokens but the first, if they come now."""
+    count, rows = request.sampling.prompt_logprobs, output.prompt_logprobs
+    if count is None or not rows:
+        return None
+    if len(rows) != len(request.token_ids):
+        raise EngineError(
+            f"vLLM gave {len(rows)} log probabilities for {len(request.token_ids)} prompt tokens"
+        )
+    pairs = zip(rows[1:], request.token_ids[1:], strict=True)
+    return tuple(_logprob(row, token, count) for row, token in pairs)
+
+
 def _logprob(row: Mapping[int, Any], token: int, count: int) -> TokenLogprob:
     # vLLM adds the sampled token to the likeliest, where it is not one of them.
     likeliest = row.items() if len(row) <= count else ((k, v) for k, v in row.items() if k != token)
@@ -135,4 +162,4 @@ def _logprob(row: Mapping[int, Any], token: int, count: int) -> TokenLogprob:
 
 
 def _finite(logprob: float) -> float:
-    return LOGPROB_FLOOR if math.isnan(logprob) else max(logprob, LOGPROB_FLOOR)
+    return LOGPROB_FLOOR if math.isnan(logprob) else min(max(logprob, LOGPROB_FLOOR), 0.0)

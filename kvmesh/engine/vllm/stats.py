@@ -19,6 +19,7 @@ class Gauge:
         self.kv_usage = 0.0
         self.received_bytes = 0
         self.expired_leases = 0
+        self.preemptions = 0
 
     def update(self, scheduler: Any) -> None:
         """Take in one `SchedulerStats`."""
@@ -39,9 +40,13 @@ def logger_factory(gauge: Gauge) -> Callable[[Any, int], Any]:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             self.engine_index = engine_index
 
-        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any = None, *_: Any, **__: Any
+        ) -> None:
             if scheduler_stats is not None:
                 gauge.update(scheduler_stats)
+            if iteration_stats is not None:
+                gauge.preemptions += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None:
             """Nothing to say: the engine's owner tells that it is ready."""

@@ -22,6 +22,10 @@ class Exchange:
         self.scope = scope
         self.started = False
         """Whether the client has got a status."""
+        self.status = 0
+        """The status that the client has got; 0: none yet."""
+        self.traceparent = ""
+        """The trace that its work belongs to."""
         self.complete = False
         """Whether the last byte has been handed over."""
         self.headers: Headers = []
@@ -42,6 +46,10 @@ class Exchange:
                 text: str = value.decode("latin-1")
                 return text
         return ""
+
+    def headers_named(self, name: bytes) -> list[bytes]:
+        """Return every header of this name (in lower case)."""
+        return [value for key, value in self.scope["headers"] if key == name]
 
     async def body(self, limit: int) -> bytes:
         """Read the whole body. Raises `RequestTooLargeError` beyond `limit` bytes."""
@@ -65,6 +73,7 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         """Send the status and headers."""
         self.started = True
+        self.status = status
         await self._send(
             {
                 "type": "http.response.start",

@@ -41,9 +41,14 @@ def status_of(error: MeshError) -> int:
 
 def body_of(error: MeshError) -> bytes:
     """Return the error object of an error."""
-    code = _CODES.get(error.reason, error.reason.value.lower())
+    code = code_of(error.reason)
     param = error.field if error.field is None else _PARAMS.get(error.field, error.field)
     return _body(error.message, row(error).openai_type, param, code)
+
+
+def code_of(reason: Reason) -> str:
+    """Return the `code` of errors of a reason."""
+    return _CODES.get(reason, reason.value.lower())
 
 
 def headers_of(error: MeshError) -> Headers:

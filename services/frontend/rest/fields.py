@@ -1,105 +1,134 @@
-"""Strict reading of a JSON object: right type or an error that names the field.
+"""Strict reading of JSON: right type, or an error that names the field.
 
 Nothing is converted: `true` is no number, `"2"` is no integer, 1.0 neither. null is absent.
+What a field may hold is said once, as a `Field`: for reading, and for the documentation.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from kvmesh.errors import InvalidRequestError
+from kvmesh.types import SAMPLING_RANGES
 
 Object = Mapping[str, Any]
 
+TOKEN_IDS_END = 2**32
 
-def parse(body: bytes) -> Object:
-    """Return the object that a body holds.
 
-    Refuses all that is not JSON: NaN, numbers beyond double, half surrogates, invalid
-    UTF-8, more than a thousand levels.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of JSON: what errors call it, what is one, and how JSON Schema says so."""
+
+    what: str
+    fits: Callable[[Any], bool]
+    schema: Object
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One field of an object.
+
+    `only`: the values that can be honoured; empty: all. `within`: the number of `Sampling`
+    whose range this has, by default that of the same name. `limits` is JSON Schema that
+    goes with the kind's. `inner`: fields of an object, or of each object in an array.
     """
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {_reason(error)}") from error
-    if not isinstance(document, dict):
-        raise InvalidRequestError("the body must be a JSON object")
-    return document
+
+    name: str
+    kind: Kind
+    text: str
+    default: Any = None
+    only: tuple[Any, ...] = ()
+    required: bool = False
+    within: str = ""
+    limits: Object = field(default_factory=dict)
+    inner: "tuple[Field, ...]" = ()
+
+    def schema(self) -> dict[str, Any]:
+        """Return the field as JSON Schema."""
+        schema = {"description": self.text, **self.kind.schema}
+        if self.inner:
+            schema |= {"items": table(self.inner)} if self.kind is ARRAY else table(self.inner)
+        schema |= _bounds(self.within or self.name, self.kind)
+        schema |= self.limits
+        if self.only:
+            schema["enum"] = [*self.only]
+        if self.required:
+            return schema
+        if self.default is not None:
+            schema["default"] = self.default
+        if "enum" in schema:
+            schema["enum"] = [*schema["enum"], None]
+        if isinstance(schema.get("type"), str):
+            schema["type"] = [schema["type"], "null"]
+        elif "anyOf" in schema:
+            schema["anyOf"] = [*schema["anyOf"], {"type": "null"}]
+        return schema
 
 
 class Fields:
-    """One JSON object being read; `path` is put before the names in errors."""
+    """The fields that one kind of object may have."""
 
-    def __init__(self, document: Object, path: str = "") -> None:
-        self.document = document
-        self._path = path
+    def __init__(self, fields: tuple[Field, ...]) -> None:
+        self.fields = fields
+        self._by_name = {one.name: one for one in fields}
+        self._required = tuple(one.name for one in fields if one.required)
+        self._inner = {one.name: Fields(one.inner) for one in fields if one.kind is OBJECT}
+        self._defaults = {one.name: one.default for one in fields}
 
-    def name(self, name: str) -> str:
-        """Return a field's full name."""
-        return self._path + name
+    def read(self, document: Object, path: str = "") -> dict[str, Any]:
+        """Return the value of every field, checked; `path` goes before names in errors.
 
-    def wrong(self, name: str, expected: str) -> InvalidRequestError:
-        """Return the error that a field is not what it must be."""
-        value = self.document.get(name)
-        return InvalidRequestError(
-            f"{self.name(name)} must be {expected}, got {json_type(value)}", field=self.name(name)
-        )
+        Absent fields have their default. Raises `InvalidRequestError`.
+        """
+        values = self._defaults.copy()
+        for name, value in document.items():
+            if value is not None:
+                values[name] = self._checked(name, value, path)
+        for name in self._required:
+            if values[name] is None:
+                raise invalid(path + name, "is required")
+        return values
 
-    def string(self, name: str) -> str | None:
-        """Return a string."""
-        value = self.document.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(name, "a string")
+    def _checked(self, name: str, value: Any, path: str) -> Any:
+        known = self._by_name.get(name)
+        if known is None:
+            short = (path + name)[:128]
+            raise InvalidRequestError(f"{short!r} is not a known field", field=short)
+        if not known.kind.fits(value):
+            raise wrong(path + name, known.kind.what, value)
+        if known.only and not any(_same(value, one) for one in known.only):
+            raise invalid(path + name, f"can't be honoured but as {_listed(known.only)}")
+        if known.inner and known.kind is OBJECT:
+            return self._inner[name].read(value, f"{path}{name}.")
         return value
 
-    def integer(self, name: str) -> int | None:
-        """Return an integer."""
-        value = self.document.get(name)
-        if value is not None and type(value) is not int:
-            raise self.wrong(name, "an integer")
-        return value
 
-    def number(self, name: str) -> float | None:
-        """Return a number."""
-        value = self.document.get(name)
-        if value is None:
-            return None
-        if type(value) not in (int, float):
-            raise self.wrong(name, "a number")
-        return float(value)
+def invalid(name: str, problem: str) -> InvalidRequestError:
+    """Return the error that a field has some problem."""
+    return InvalidRequestError(f"{name} {problem}", field=name)
 
-    def boolean(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
-        value = self.document.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "a boolean")
-        return value
 
-    def integers(self, name: str) -> tuple[int, ...]:
-        """Return an array of integers; absent is empty."""
-        value = self.document.get(name)
-        if value is None:
-            return ()
-        if not is_list_of(value, int):
-            raise self.wrong(name, "an array of integers")
-        return tuple(value)
+def wrong(name: str, expected: str, value: object) -> InvalidRequestError:
+    """Return the error that a field is not what it must be."""
+    return invalid(name, f"must be {expected}, got {json_type(value)}")
 
-    def object(self, name: str) -> "Fields | None":
-        """Return an object, to be read in its turn."""
-        value = self.document.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object")
-        return Fields(value, f"{self.name(name)}.")
+
+def table(fields: tuple[Field, ...]) -> dict[str, Any]:
+    """Return the JSON Schema of an object that has these fields and no others."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {one.name: one.schema() for one in fields},
+        "additionalProperties": False,
+    }
+    required = [one.name for one in fields if one.required]
+    return {**schema, "required": required} if required else schema
 
 
 def is_list_of(value: object, kind: type) -> bool:
     """Return whether a value is an array of exactly this type throughout."""
-    return isinstance(value, list) and all(type(item) is kind for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {kind}
 
 
 def json_type(value: object) -> str:
@@ -120,7 +149,86 @@ _TYPES: tuple[tuple[type, str], ...] = (
     (dict, "an object"),
 )
 
+STRING = Kind("a string", lambda v: isinstance(v, str), {"type": "string"})
+INTEGER = Kind("an integer", lambda v: type(v) is int, {"type": "integer"})
+NUMBER = Kind("a number", lambda v: type(v) in (int, float), {"type": "number"})
+BOOLEAN = Kind("a boolean", lambda v: isinstance(v, bool), {"type": "boolean"})
+OBJECT = Kind("an object", lambda v: isinstance(v, dict), {"type": "object"})
+ARRAY = Kind("an array", lambda v: isinstance(v, list), {"type": "array"})
 
-def _reason(error: orjson.JSONDecodeError) -> str:
-    """Return what is wrong and where, without anything of the body."""
-    return f"{error.msg.split(':')[0]} at line {error.lineno} column {error.colno}"
+_TOKEN_IDS: Object = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": TOKEN_IDS_END},
+}
+
+TOKEN_IDS = Kind("an array of integers", lambda v: is_list_of(v, int), _TOKEN_IDS)
+
+STRINGS = Kind(
+    "a string or an array of strings",
+    lambda v: isinstance(v, str) or is_list_of(v, str),
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+)
+
+CONTENT = Kind(
+    "a string or an array of parts",
+    lambda v: isinstance(v, str) or (isinstance(v, list) and bool(v)),
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/Part"}},
+        ]
+    },
+)
+
+PROMPTS = Kind(
+    "a string, an array of token ids, or an array of either",
+    lambda v: isinstance(v, (str, list)),
+    {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+            {**_TOKEN_IDS, "minItems": 1},
+            {"type": "array", "minItems": 1, "items": {**_TOKEN_IDS, "minItems": 1}},
+        ]
+    },
+)
+
+BIASES = Kind(
+    "an object of numbers",
+    lambda v: isinstance(v, dict) and set(map(type, v.values())) <= {int, float},
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+)
+
+
+def one_of(*names: str) -> Kind:
+    """Return the kind of a string that is one of these."""
+    return Kind(
+        f"one of {', '.join(names)}",
+        lambda v: isinstance(v, str) and v in names,
+        {"type": "string", "enum": [*names]},
+    )
+
+
+def _bounds(name: str, kind: Kind) -> dict[str, Any]:
+    if kind not in (INTEGER, NUMBER) or name not in SAMPLING_RANGES:
+        return {}
+    low, high, _ = SAMPLING_RANGES[name]
+    least = {"exclusiveMinimum": 0} if 0 < low < 1 else {"minimum": low}
+    odd = {"not": {"const": 0}} if name == "top_k" else {}
+    return {**least, "maximum": high, **odd}
+
+
+def _same(value: object, one: object) -> bool:
+    return value == one and isinstance(value, bool) == isinstance(one, bool)
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return " or ".join(re.sub(r"'", '"', str(value)) for value in map(_word, values))
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

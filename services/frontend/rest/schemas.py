@@ -1,71 +1,53 @@
-"""OpenAI's request bodies, read into `Request`s. What can't be honoured is refused by name."""
+"""Request bodies, read into `Request`s. What can't be honoured is refused by name."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.errors import InvalidRequestError
-from kvmesh.types import ChatMessage, ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
-from services.frontend.request import Request
-from services.frontend.rest.fields import Fields, Object, is_list_of, json_type
+from kvmesh.types import MAX_LOGIT_BIASES, Prompt, Sampling, TextPrompt, TokenPrompt
+from services.frontend.config import LimitsConfig
+from services.frontend.request import Request, caller_id
+from services.frontend.rest.body import Body
+from services.frontend.rest.fields import TOKEN_IDS_END, Fields, invalid, is_list_of, json_type
+from services.frontend.rest.messages import read_chat
+from services.frontend.rest.request_fields import (
+    CHAT,
+    DEFAULT_COMPLETION_TOKENS,
+    DETOKENIZE,
+    MAX_METADATA,
+    TEXT,
+    TOKENIZE_CHAT,
+    TOKENIZE_TEXT,
+)
 
-MAX_TOKEN_ID = 2**32 - 1
+Values = Mapping[str, Any]
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""What `/v1/completions` generates when nothing is said: OpenAI's default."""
+_CHAT, _TEXT = Fields(CHAT), Fields(TEXT)
+_TOKENIZE_CHAT, _TOKENIZE_TEXT = Fields(TOKENIZE_CHAT), Fields(TOKENIZE_TEXT)
+_DETOKENIZE = Fields(DETOKENIZE)
 
 _FLOATS = (
     *("temperature", "top_p", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 
-_COMMON = frozenset(
-    {
-        *("model", "stream", "stream_options", "stop", "max_tokens", "min_tokens"),
-        *(*_FLOATS, "top_k", "seed", "stop_token_ids", "ignore_eos"),
-        *("include_stop_str_in_output", "skip_special_tokens", "priority"),
-    }
-)
-_CHAT = _COMMON | {"messages", "max_completion_tokens"}
-_TEXT = _COMMON | {"prompt"}
-
-_IGNORED = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
-    }
-)
-"""Fields that say nothing of the answer."""
-
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-"""Fields of which we can honour but these values."""
-
-_ROLES = ("system", "developer", "user", "assistant")
-
-_KEPT_OF_MESSAGES = frozenset({"role", "content", "name"})
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request, and how its answer is to be sent."""
+    """A request, and how its answer is to be sent.
+
+    `tokens_as_ids`: log probabilities name tokens by their ids.
+    """
 
     request: Request
-    stream: bool
-    include_usage: bool
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    tokens_as_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,184 +59,191 @@ class Arrival:
     caller_id: str
 
 
-def parse_chat(document: Object, arrival: Arrival, max_messages: int) -> Call:
+ParseBody = Callable[[Body, Arrival, LimitsConfig], Call]
+"""What reads the body of a route. Raises `InvalidRequestError`."""
+
+
+def parse_chat(body: Body, arrival: Arrival, limits: LimitsConfig) -> Call:
     """Read the body of `/v1/chat/completions`. Raises `InvalidRequestError`."""
-    fields = Fields(document)
-    _refuse_unknown(document, _CHAT)
-    return _call(fields, arrival, _chat(fields, max_messages), _chat_max_tokens(fields))
+    values = _CHAT.read(body.values)
+    prompt = read_chat(body, values, limits.messages)
+    logprobs = values["top_logprobs"]
+    if not values["logprobs"]:
+        if logprobs:
+            raise invalid("top_logprobs", "needs logprobs to be true")
+        logprobs = None
+    elif logprobs is None:
+        logprobs = 0
+    newer = values["max_completion_tokens"]
+    names = {"logprobs": "top_logprobs"}
+    if newer is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    length = values["max_tokens"] if newer is None else newer
+    return _call(values, arrival, (prompt,), _sampling(values, length, logprobs, names))
 
 
-def parse_text(document: Object, arrival: Arrival) -> Call:
+def parse_text(body: Body, arrival: Arrival, limits: LimitsConfig) -> Call:
     """Read the body of `/v1/completions`. Raises `InvalidRequestError`."""
-    fields = Fields(document)
-    _refuse_unknown(document, _TEXT)
-    max_tokens = fields.integer("max_tokens")
-    if max_tokens is None:
-        max_tokens = max(DEFAULT_COMPLETION_TOKENS, fields.integer("min_tokens") or 0)
-    return _call(fields, arrival, _prompt(document.get("prompt")), ("max_tokens", max_tokens))
+    values = _TEXT.read(body.values)
+    special = values["add_special_tokens"]
+    prompts = _prompts(values["prompt"], limits.choices, add_special_tokens=special)
+    length, generate = values["max_tokens"], True
+    if length is None:
+        length = max(DEFAULT_COMPLETION_TOKENS, values["min_tokens"])
+    elif length == 0 and values["echo"]:
+        length, generate = None, False
+    sampling = _sampling(values, length, values["logprobs"], {})
+    return _call(values, arrival, prompts, sampling, generate=generate)
 
 
-def _call(
-    fields: Fields, arrival: Arrival, prompt: Prompt, max_tokens: tuple[str, int | None]
-) -> Call:
-    stream = fields.boolean("stream")
+def parse_tokenize(body: Body, arrival: Arrival, limits: LimitsConfig) -> Call:
+    """Read the body of `/tokenize`: a prompt or messages. Raises `InvalidRequestError`."""
+    if body.values.get("messages") is not None:
+        values = _TOKENIZE_CHAT.read(body.values)
+        return _plain(values, arrival, read_chat(body, values, limits.messages))
+    values = _TOKENIZE_TEXT.read(body.values)
+    return _plain(values, arrival, TextPrompt(values["prompt"], values["add_special_tokens"]))
+
+
+def parse_detokenize(body: Body, arrival: Arrival, limits: LimitsConfig) -> Call:
+    """Read the body of `/detokenize`. Raises `InvalidRequestError`."""
+    values = _DETOKENIZE.read(body.values)
+    if not values["tokens"]:
+        raise invalid("tokens", "is empty")
+    tokens = TokenPrompt(_token_ids(values["tokens"], "tokens"))
+    return _plain(values, arrival, tokens, keep_special=True)
+
+
+def _plain(values: Values, arrival: Arrival, prompt: Prompt, *, keep_special: bool = False) -> Call:
     request = Request(
-        model=fields.string("model") or "",
-        prompt=prompt,
+        model=values["model"],
+        prompts=(prompt,),
         deadline=arrival.deadline,
-        sampling=_sampling(fields, *max_tokens),
-        stop=_stop(fields),
-        include_stop=fields.boolean("include_stop_str_in_output"),
-        keep_special=not fields.boolean("skip_special_tokens", default=True),
-        priority=fields.integer("priority") or 0,
+        keep_special=keep_special,
         traceparent=arrival.traceparent,
         caller_id=arrival.caller_id,
     )
-    return Call(request, stream, _include_usage(fields, stream=stream))
+    return Call(request)
 
 
-def _refuse_unknown(document: Object, known: frozenset[str]) -> None:
-    for name, value in document.items():
-        if name in known or name in _IGNORED or value is None:
-            continue
-        allowed = _ONLY.get(name)
-        if allowed is None:
-            raise InvalidRequestError(f"{name[:64]!r} is not a known field", field=name[:64])
-        if not any(type(value) is type(one) and value == one for one in allowed):
-            raise InvalidRequestError(f"{name}: this value is not supported", field=name)
-
-
-def _chat_max_tokens(fields: Fields) -> tuple[str, int | None]:
-    newer = fields.integer("max_completion_tokens")
-    older = fields.integer("max_tokens")
-    return ("max_tokens", older) if newer is None else ("max_completion_tokens", newer)
-
-
-def _sampling(fields: Fields, max_tokens_name: str, max_tokens: int | None) -> Sampling:
-    numbers: dict[str, Any] = {name: fields.number(name) for name in _FLOATS}
-    stop_token_ids = _token_ids(fields.integers("stop_token_ids"), "stop_token_ids")
-    try:
-        return Sampling(
-            max_tokens=max_tokens,
-            min_tokens=fields.integer("min_tokens") or 0,
-            top_k=fields.integer("top_k"),
-            seed=fields.integer("seed"),
-            stop_token_ids=stop_token_ids,
-            ignore_eos=fields.boolean("ignore_eos"),
-            **numbers,
-        )
-    except InvalidRequestError as error:
-        if error.field != "max_tokens":
-            raise
-        message = error.message.replace("max_tokens", max_tokens_name, 1)
-        raise InvalidRequestError(message, field=max_tokens_name) from error
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.document.get("stop")
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if not is_list_of(value, str):
-        raise fields.wrong("stop", "a string or an array of strings")
-    return tuple(value)
-
-
-def _include_usage(fields: Fields, *, stream: bool) -> bool:
-    options = fields.object("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        raise InvalidRequestError(
-            "stream_options is only allowed with stream", field="stream_options"
-        )
-    for name, value in options.document.items():
-        if name not in ("include_usage", "include_obfuscation") and value not in (None, False):
-            full = options.name(name[:64])
-            raise InvalidRequestError(f"{full} is not supported", field=full)
-    return options.boolean("include_usage")
-
-
-def _prompt(value: object) -> Prompt:
-    """Read a prompt: text or token ids; a list of one of these counts as that one."""
-    if isinstance(value, list) and value and isinstance(value[0], (str, list)):
-        if len(value) > 1:
-            raise InvalidRequestError("only one prompt per request is supported", field="prompt")
-        value = value[0]
-    if isinstance(value, str):
-        return TextPrompt(value)
-    if is_list_of(value, int):
-        assert isinstance(value, list)
-        return TokenPrompt(_token_ids(tuple(value), "prompt"))
-    if value is None:
-        raise InvalidRequestError("prompt is required", field="prompt")
-    raise InvalidRequestError(
-        f"prompt must be a string or an array of token ids, got {json_type(value)}",
-        field="prompt",
+def _call(
+    values: Values,
+    arrival: Arrival,
+    prompts: tuple[Prompt, ...],
+    sampling: Sampling,
+    *,
+    generate: bool = True,
+) -> Call:
+    _check_notes(values)
+    stop = values["stop"]
+    request = Request(
+        model=values["model"],
+        prompts=prompts,
+        deadline=arrival.deadline,
+        sampling=sampling,
+        n=_n(values),
+        echo=values["echo"],
+        generate=generate,
+        truncate_to=values["truncate_prompt_tokens"],
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        include_stop=values["include_stop_str_in_output"],
+        keep_special=not values["skip_special_tokens"],
+        priority=values["priority"],
+        traceparent=arrival.traceparent,
+        caller_id=arrival.caller_id or values["request_id"] or "",
+    )
+    options = values["stream_options"] or {}
+    if options and not values["stream"]:
+        raise invalid("stream_options", "is only allowed with stream")
+    include_usage = options.get("include_usage", False)
+    return Call(
+        request,
+        stream=values["stream"],
+        include_usage=include_usage,
+        continuous_usage=include_usage and options["continuous_usage_stats"],
+        tokens_as_ids=values["return_tokens_as_token_ids"],
     )
 
 
-def _token_ids(ids: tuple[int, ...], field: str) -> tuple[int, ...]:
-    if ids and (min(ids) < 0 or max(ids) > MAX_TOKEN_ID):
-        bad = next(token for token in ids if not 0 <= token <= MAX_TOKEN_ID)
+def _check_notes(values: Values) -> None:
+    """Refuse what is wrong with fields that say nothing of the answer."""
+    metadata, request_id = values["metadata"] or {}, values["request_id"]
+    if len(metadata) > MAX_METADATA or not is_list_of([*metadata.values()], str):
+        raise invalid("metadata", f"must be an object of at most {MAX_METADATA} strings")
+    if request_id is not None and not caller_id(request_id):
+        raise invalid("request_id", "must be 1 to 128 printable characters of ASCII, no spaces")
+
+
+def _n(values: Values) -> int:
+    n: int = values["n"]
+    if values["best_of"] not in (None, 1, n):
+        raise invalid("best_of", f"can only be 1 or the same as n ({n})")
+    return n
+
+
+def _sampling(
+    values: Values, max_tokens: int | None, logprobs: int | None, names: Mapping[str, str]
+) -> Sampling:
+    """Return how to sample; `names` is what the body calls a field that errors name."""
+    numbers: dict[str, Any] = {
+        name: None if values[name] is None else float(values[name]) for name in _FLOATS
+    }
+    allowed = values["allowed_token_ids"]
+    if allowed == []:
+        raise invalid("allowed_token_ids", "is empty: no token could be sampled")
+    try:
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=values["min_tokens"],
+            top_k=values["top_k"],
+            seed=values["seed"],
+            stop_token_ids=_token_ids(values["stop_token_ids"] or (), "stop_token_ids"),
+            ignore_eos=values["ignore_eos"],
+            logit_bias=_biases(values["logit_bias"] or {}),
+            logprobs=logprobs,
+            allowed_token_ids=_token_ids(allowed or (), "allowed_token_ids"),
+            **numbers,
+        )
+    except InvalidRequestError as error:
+        name = names.get(error.field or "")
+        if name is None or error.field is None:
+            raise
+        raise InvalidRequestError(
+            error.message.replace(error.field, name, 1), field=name
+        ) from error
+
+
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    if len(given) > MAX_LOGIT_BIASES:
+        raise invalid("logit_bias", f"may have {MAX_LOGIT_BIASES} entries, got {len(given)}")
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid("logit_bias", f"has a key that is no token id: {key[:32]!r}")
+    return tuple((int(key), float(bias)) for key, bias in given.items())
+
+
+def _prompts(value: str | list[Any], most: int, *, add_special_tokens: bool) -> tuple[Prompt, ...]:
+    """Read one prompt or several: text, or token ids."""
+    listed = isinstance(value, list) and not is_list_of(value, int)
+    several: list[Any] = list(value) if listed else [value]
+    if value == []:
+        raise invalid("prompt", "is empty")
+    if len(several) > most:
+        raise invalid("prompt", f"may be at most {most} prompts, got {len(several)}")
+    if is_list_of(several, str):
+        return tuple(TextPrompt(text, add_special_tokens) for text in several)
+    if all(is_list_of(ids, int) for ids in several):
+        return tuple(TokenPrompt(_token_ids(ids, "prompt")) for ids in several)
+    odd = next((one for one in several if type(one) is not type(several[0])), several[0])
+    raise invalid(
+        "prompt",
+        f"must be strings, or token ids, and not a mix of them: there is {json_type(odd)}",
+    )
+
+
+def _token_ids(ids: Iterable[int], field: str) -> tuple[int, ...]:
+    read = tuple(ids)
+    if read and (min(read) < 0 or max(read) >= TOKEN_IDS_END):
+        bad = next(token for token in read if not 0 <= token < TOKEN_IDS_END)
         raise InvalidRequestError(f"{field}: {bad} is no token id", field=field)
-    return ids
-
-
-def _chat(fields: Fields, max_messages: int) -> ChatPrompt:
-    value = fields.document.get("messages")
-    if value is None:
-        raise InvalidRequestError("messages is required", field="messages")
-    if not isinstance(value, list):
-        raise fields.wrong("messages", "an array of messages")
-    if len(value) > max_messages:
-        raise InvalidRequestError(
-            f"at most {max_messages} messages are allowed, got {len(value)}", field="messages"
-        )
-    return ChatPrompt(tuple([_message(item, index) for index, item in enumerate(value)]))
-
-
-def _message(value: object, index: int) -> ChatMessage:
-    path = f"messages[{index}]"
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} must be an object, got {json_type(value)}", field=path)
-    fields = Fields(value, f"{path}.")
-    role = fields.string("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join(_ROLES)}", field=f"{path}.role"
-        )
-    for name, part in value.items():
-        if name not in _KEPT_OF_MESSAGES and part not in (None, [], ""):
-            full = fields.name(name[:64])
-            raise InvalidRequestError(f"{full} is not supported", field=full)
-    if "content" not in value and role != "assistant":
-        raise InvalidRequestError(f"{path}.content is required", field=f"{path}.content")
-    # Chat templates know of no developers, and OpenAI's mean the same by it.
-    known = "system" if role == "developer" else role
-    return ChatMessage(known, _content(fields), fields.string("name") or "")
-
-
-def _content(fields: Fields) -> str:
-    """Return a message's text: parts are joined, null is empty."""
-    value = fields.document.get("content")
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise fields.wrong("content", "a string or an array of parts")
-    return "".join([_part(part, f"{fields.name('content')}[{i}]") for i, part in enumerate(value)])
-
-
-def _part(value: object, path: str) -> str:
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{path} must be an object, got {json_type(value)}", field=path)
-    part = Fields(value, f"{path}.")
-    if value.get("type") != "text":
-        raise InvalidRequestError(f"{path}: only parts of type 'text' are supported", field=path)
-    text = part.string("text")
-    if text is None:
-        raise part.wrong("text", "a string")
-    return text
+    return read

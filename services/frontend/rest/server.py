@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvmesh.errors import UnavailableError
 from services.frontend.config import HttpConfig
-from services.frontend.rest.errors import HttpError
+from services.frontend.rest.protocol import Protocol
 
 SHUTDOWN_SECONDS = 2
 """For connections that are still open at the end; running requests have ended before."""
@@ -27,7 +26,7 @@ async def serve_http(app: Any, config: HttpConfig) -> AsyncIterator[int]:
     server = _Server(
         uvicorn.Config(
             app,
-            http=_Protocol,
+            http=Protocol,
             ws="none",
             loop="none",
             lifespan="off",
@@ -85,23 +84,3 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
         """Listen, and say so."""
         await super().startup(sockets)
         self.ready.set()
-
-
-class _Protocol(HttpToolsProtocol):  # type: ignore[misc]
-    """uvicorn's protocol, with our kind of error for what is not HTTP."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Send small events at once, whatever the event loop's default is."""
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().connection_made(transport)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse, and close."""
-        body = HttpError(400, "invalid_http", msg).body()
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
-        self.transport.close()

@@ -1,14 +1,16 @@
-"""What an answer looks like in OpenAI's API: whole, or as server-sent events.
+"""Answers as server-sent events.
 
 One event is `data: `, one line of JSON, and an empty line. Line separators beyond LF are
 escaped in the JSON: there are clients that split lines at them.
 """
 
-from typing import Any
-
 import orjson
 
-from kvmesh.types import Completion, FinishReason, Usage
+from kvmesh.types import Completion
+from services.frontend.answer import Piece
+from services.frontend.rest.answers import Shape, counts_object, finish_of, usage_object
+from services.frontend.rest.schemas import Call
+from services.frontend.usage import total_usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,123 +24,107 @@ _SEPARATORS = {
 def json_text(text: str) -> bytes:
     """Return a JSON string without any line separator in it."""
     encoded = orjson.dumps(text)
-    if len(encoded) > len(text) + 2:  # not all ASCII, or something was escaped
-        for raw, escaped in _SEPARATORS.items():
-            encoded = encoded.replace(raw, escaped)
-    return encoded
+    return encoded if encoded.isascii() else _on_one_line(encoded)
 
 
 def error_event(body: bytes) -> bytes:
     """Return the event that tells of a failure after the first byte. No [DONE] follows."""
-    for raw, escaped in _SEPARATORS.items():
-        body = body.replace(raw, escaped)
-    return b"data: " + body + b"\n\n"
-
-
-class Chat:
-    """Shapes of `/v1/chat/completions`."""
-
-    prefix = "chatcmpl-"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    first_choice = b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}'
-    before_text = b'{"index":0,"delta":{"content":'
-    after_text = b'},"finish_reason":null}'
-    last_choice = b'{"index":0,"delta":{},"finish_reason":"%s"}'
-
-    @staticmethod
-    def choice(text: str, finish: str) -> dict[str, Any]:
-        """Return the one choice of a whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-
-
-class Text:
-    """Shapes of `/v1/completions`."""
-
-    prefix = "cmpl-"
-    kind = "text_completion"
-    chunk_kind = "text_completion"
-    first_choice = b""
-    before_text = b'{"index":0,"text":'
-    after_text = b',"logprobs":null,"finish_reason":null}'
-    last_choice = b'{"index":0,"text":"","logprobs":null,"finish_reason":"%s"}'
-
-    @staticmethod
-    def choice(text: str, finish: str) -> dict[str, Any]:
-        """Return the one choice of a whole answer."""
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-
-
-Shape = type[Chat] | type[Text]
+    return b"data: " + _on_one_line(body) + b"\n\n"
 
 
 class Chunks:
     """The events of one streamed answer; what they have in common is made once."""
 
-    def __init__(
-        self, shape: Shape, request_id: str, created: int, model: str, *, usage: bool
-    ) -> None:
+    def __init__(self, shape: Shape, call: Call, created: int) -> None:
+        request = call.request
         head = orjson.dumps(
             {
-                "id": shape.prefix + request_id,
+                "id": shape.prefix + request.id,
                 "object": shape.chunk_kind,
                 "created": created,
-                "model": model,
+                "model": request.model,
             }
         )
-        self._usage = usage
-        self._head = b"data: " + head[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
         self._shape = shape
-        self._before = self._head + shape.before_text
-        self._after = shape.after_text + self._tail
+        self._call = call
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
+        self._after_text = shape.after_text + self._tail
+        self._begun: dict[int, bytes] = {}
+        self._completions: dict[int, Completion] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self.complete = False
+        """Whether every choice has come to its end."""
 
-    def first(self) -> bytes:
+    def of(self, piece: Piece) -> bytes:
+        """Return the events of the next piece of a choice; may be none."""
+        before = self._begun.get(piece.index)
+        if before is None or piece.completion is not None or piece.logprobs or self._counts:
+            return self._all_of(piece)
+        # What nearly every token of nearly every request comes to.
+        return before + json_text(piece.text) + self._after_text if piece.text else b""
+
+    def end(self) -> bytes:
+        """Return what comes after all choices."""
+        if not self._call.include_usage:
+            return DONE
+        usage = usage_object(total_usage(self._call.request, self._completions))
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n" + DONE
+
+    def _all_of(self, piece: Piece) -> bytes:
+        if self._call.continuous_usage:
+            self._count(piece)
+        events = b""
+        before = self._begun.get(piece.index)
+        if before is None:
+            before = self._head + self._shape.before_text % piece.index
+            self._begun[piece.index] = before
+            events = self._opening(piece.index)
+        if piece.logprobs:
+            events += self._with_logprobs(before, piece)
+        elif piece.text:
+            events += before + json_text(piece.text) + self._after_text
+        if piece.completion is not None:
+            events += self._closing(piece.index, piece.completion)
+        return events
+
+    def _opening(self, index: int) -> bytes:
         """Return what comes before any text: the role, where the API has one."""
-        choice = self._shape.first_choice
-        return self._head + choice + self._tail if choice else b""
+        opening = self._shape.opening
+        return self._head + opening % index + self._tail if opening else b""
 
-    def text(self, text: str) -> bytes:
-        """Return some text as an event."""
-        return self._before + json_text(text) + self._after
+    def _closing(self, index: int, completion: Completion) -> bytes:
+        self._completions[index] = completion
+        self.complete = len(self._completions) == self._call.request.choices
+        closing = self._shape.closing % (index, finish_of(completion).encode())
+        return self._head + closing + self._tail
 
-    def last(self, completion: Completion) -> bytes:
-        """Return what comes after all text."""
-        choice = self._shape.last_choice % _finish(completion).encode()
-        events = self._head + choice + self._tail
-        if self._usage:
-            usage = orjson.dumps(_usage(completion.usage))
-            events += self._head + b'],"usage":' + usage + b"}\n\n"
-        return events + DONE
+    def _with_logprobs(self, before: bytes, piece: Piece) -> bytes:
+        shape = self._shape
+        found = orjson.dumps(shape.logprobs(piece.logprobs, as_ids=self._call.tokens_as_ids))
+        middle = shape.before_logprobs + _on_one_line(found) + b',"finish_reason":null}'
+        return before + json_text(piece.text) + middle + self._tail
 
-
-def whole(
-    shape: Shape, request_id: str, created: int, model: str, answer: tuple[str, Completion]
-) -> bytes:
-    """Return an answer that is not streamed."""
-    text, completion = answer
-    return orjson.dumps(
-        {
-            "id": shape.prefix + request_id,
-            "object": shape.kind,
-            "created": created,
-            "model": model,
-            "choices": [shape.choice(text, _finish(completion))],
-            "usage": _usage(completion.usage),
-        }
-    )
-
-
-def _finish(completion: Completion) -> str:
-    return (completion.finish_reason or FinishReason.STOP).value
+    def _count(self, piece: Piece) -> None:
+        """Have this piece's events tell the usage so far, of all choices."""
+        prompt, tokens = self._counts.get(piece.index, (0, 0))
+        usage = piece.completion.usage if piece.completion is not None else None
+        if usage is not None:
+            self._counts[piece.index] = usage.prompt_tokens, usage.completion_tokens
+        else:
+            self._counts[piece.index] = (
+                max(prompt, piece.prompt_tokens),
+                max(tokens, piece.token_count),
+            )
+        n = self._call.request.n
+        prompts = {index // n: counts[0] for index, counts in self._counts.items()}
+        total = sum(counts[1] for counts in self._counts.values())
+        so_far = orjson.dumps(counts_object(sum(prompts.values()), total))
+        self._tail = b'],"usage":' + so_far + b"}\n\n"
+        self._after_text = self._shape.after_text + self._tail
 
 
-def _usage(usage: Usage | None) -> dict[str, Any]:
-    counts = usage or Usage(0, 0)
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-    }
+def _on_one_line(encoded: bytes) -> bytes:
+    for raw, escaped in _SEPARATORS.items():
+        encoded = encoded.replace(raw, escaped)
+    return encoded

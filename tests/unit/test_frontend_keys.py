@@ -1,0 +1,51 @@
+"""Who may call."""
+
+import pytest
+
+from services.frontend.keys import Keys
+
+KEYS = Keys(["sk-one", "ключ"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"Bearer sk-one", b"bearer sk-one", b"BEARER  sk-one ", "Bearer ключ".encode()],
+)
+def test_a25_right_keys(value: bytes) -> None:
+    assert KEYS.accept([value])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [b""],
+        [b"Bearer"],
+        [b"Bearer "],
+        [b"sk-one"],
+        [b"Basic sk-one"],
+        [b"Bearer sk-on"],
+        [b"Bearer sk-one2"],
+        [b"Bearer SK-ONE"],
+        [b"Bearer sk-one sk-one"],
+        [b"Bearer sk-one,x"],
+        ["Bearer клю".encode()],
+        ["Bearer ключ".encode("cp1251")],
+        [b"Bearer \xff\x00"],
+        [b"Bearer " + b"x" * 1_000_000],
+        [b"Bearer sk-one", b"Bearer sk-one"],
+        [b"Bearer wrong", b"Bearer sk-one"],
+    ],
+)
+def test_a25_wrong_keys(values: list[bytes]) -> None:
+    assert not KEYS.accept(values)
+
+
+def test_without_keys_everybody_may_call() -> None:
+    assert Keys([]).accept([])
+    assert Keys([]).accept([b"x", b"y"])
+
+
+def test_an_empty_key_lets_nobody_in() -> None:
+    for value in (b"", b"Bearer", b"Bearer ", b"Bearer x"):
+        assert not Keys([""]).accept([value])
