@@ -225,3 +225,16 @@ async def test_prompt_logprobs_survive_a_worker_that_fails() -> None:
         answer = await ask(two, echo=True, logprobs=0, max_tokens=2)
         assert answer["choices"][0]["text"] == "tell meHe"
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == len("tell meHe")
+
+
+@pytest.mark.parametrize("stop", ["wor", "l\u2028"])
+async def test_what_ended_a_choice_is_told(mesh: FakeMesh, stop: str) -> None:
+    mesh.decode.script = fakes.babble
+    mesh.decode.answer = "Hello, wor l\u2028"
+    (choice,) = (await ask(mesh, stop=[stop]))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    last = (await events(mesh, stop=[stop]))[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+    mesh.decode.script = fakes.say
+    (choice,) = (await ask(mesh))["choices"]
+    assert choice["stop_reason"] is None

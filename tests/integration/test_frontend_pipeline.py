@@ -264,11 +264,12 @@ async def test_stop_string_cancels_decode_and_counts_up_to_the_match(
             "text": "Hello, ",
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": "wor",
         }
         assert response.json()["usage"]["completion_tokens"] == 10
     else:
         assert '"completion_tokens":10' in response.text
-        assert "wor" not in response.text.replace("world", "")
+        assert "wor" not in response.text.replace('"stop_reason":"wor"', "")
 
 
 def _usage(stream: bool) -> dict[str, Any]:

@@ -198,13 +198,20 @@ def test_whole_answers() -> None:
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": None,
             "finish_reason": "length",
+            "stop_reason": None,
         }
         for index, text in enumerate(("x", "hi"))
     ]
     text = whole(Text, call(n=2), pieces)
     assert (text["id"], text["object"]) == ("cmpl-abc", "text_completion")
     assert text["choices"] == [
-        {"index": index, "text": said, "logprobs": None, "finish_reason": "length"}
+        {
+            "index": index,
+            "text": said,
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
         for index, said in enumerate(("x", "hi"))
     ]
 

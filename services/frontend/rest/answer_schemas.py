@@ -43,6 +43,11 @@ def _answer(choice: Any, kind: str, *, chunk: bool) -> dict[str, Any]:
     )
 
 
+_STOP = {
+    "type": ["string", "integer", "null"],
+    "description": "The stop string or stop token id that ended it; null: the model's own end.",
+}
+
 _SCORED: dict[str, Any] = {
     "token": _STRING,
     "logprob": _NUMBER,
@@ -99,26 +104,37 @@ ANSWERS: dict[str, Any] = {
             message=_object(role={"const": "assistant"}, content=_STRING, refusal=_NULL),
             logprobs=_or_null(_ref("ChatLogprobs")),
             finish_reason=_FINISH,
+            stop_reason=_STOP,
         ),
         "chat.completion",
         chunk=False,
     ),
     "ChatCompletionChunk": _answer(
         _object(
-            ("logprobs",),
+            ("logprobs", "stop_reason"),
             index=_INTEGER,
             delta=_DELTA,
             logprobs=_ref("ChatLogprobs"),
             finish_reason=_FINISH_OR_NULL,
+            stop_reason=_STOP,
         ),
         "chat.completion.chunk",
         chunk=True,
     ),
     "Completion": _answer(
-        _object(**_TEXT_CHOICE, finish_reason=_FINISH), "text_completion", chunk=False
+        _object(**_TEXT_CHOICE, finish_reason=_FINISH, stop_reason=_STOP),
+        "text_completion",
+        chunk=False,
     ),
     "CompletionChunk": _answer(
-        _object(**_TEXT_CHOICE, finish_reason=_FINISH_OR_NULL), "text_completion", chunk=True
+        _object(
+            ("stop_reason",),
+            **_TEXT_CHOICE,
+            finish_reason=_FINISH_OR_NULL,
+            stop_reason=_STOP,
+        ),
+        "text_completion",
+        chunk=True,
     ),
     "Tokens": _object(
         count=_INTEGER,

@@ -21,14 +21,14 @@ class Chat:
     before_text = b'{"index":%d,"delta":{"content":'
     after_text = b'},"finish_reason":null}'
     before_logprobs = b'},"logprobs":'
-    closing = b'{"index":%d,"delta":{},"finish_reason":"%s"}'
+    closing = b'{"index":%d,"delta":{},"finish_reason":"%s","stop_reason":%s}'
     logprobs = staticmethod(chat_logprobs)
 
     @staticmethod
-    def choice(index: int, text: str, logprobs: Any, finish: str) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
+    def choice(index: int, text: str, logprobs: Any) -> dict[str, Any]:
+        """Return a choice of a whole answer, but for how it ended."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "message": message, "logprobs": logprobs}
 
 
 class Text:
@@ -41,13 +41,13 @@ class Text:
     before_text = b'{"index":%d,"text":'
     after_text = b',"logprobs":null,"finish_reason":null}'
     before_logprobs = b',"logprobs":'
-    closing = b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%s"}'
+    closing = b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%s","stop_reason":%s}'
     logprobs = staticmethod(text_logprobs)
 
     @staticmethod
-    def choice(index: int, text: str, logprobs: Any, finish: str) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def choice(index: int, text: str, logprobs: Any) -> dict[str, Any]:
+        """Return a choice of a whole answer, but for how it ended."""
+        return {"index": index, "text": text, "logprobs": logprobs}
 
 
 Shape = type[Chat] | type[Text]
@@ -92,7 +92,12 @@ class Whole:
         if call.request.sampling.logprobs is not None:
             logprobs = self._shape.logprobs(self._logprobs[index], as_ids=call.tokens_as_ids)
         text = "".join(self._texts[index])
-        return self._shape.choice(index, text, logprobs, finish_of(self._completions[index]))
+        completion = self._completions[index]
+        return {
+            **self._shape.choice(index, text, logprobs),
+            "finish_reason": finish_of(completion),
+            "stop_reason": completion.stop,
+        }
 
 
 def finish_of(completion: Completion) -> str:

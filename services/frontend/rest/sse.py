@@ -96,7 +96,8 @@ class Chunks:
     def _closing(self, index: int, completion: Completion) -> bytes:
         self._completions[index] = completion
         self.complete = len(self._completions) == self._call.request.choices
-        closing = self._shape.closing % (index, finish_of(completion).encode())
+        stop = _on_one_line(orjson.dumps(completion.stop))
+        closing = self._shape.closing % (index, finish_of(completion).encode(), stop)
         return self._head + closing + self._tail
 
     def _with_logprobs(self, before: bytes, piece: Piece) -> bytes:
