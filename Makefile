@@ -17,10 +17,12 @@ PROMPT ?= What is the capital of France?
 # Paths or flags for pytest.
 TESTS ?=
 CI_MINUTES ?= 60
+# Requests that `make fuzz` sends to each of the two public APIs.
+FUZZ_REQUESTS ?= 20000
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help up down status chat test ci check lint types imports proto-check protos format bench clean
+.PHONY: help up down status chat test ci check lint types imports proto-check cases protos format bench fuzz clean
 
 help: ## Show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +49,7 @@ ci: ## Do what CI does: check, then test, within CI_MINUTES
 	timeout --kill-after=60 $(CI_MINUTES)m sh -c \
 		'$(MAKE) --no-print-directory $(VENV)/test.stamp && $(MAKE) --no-print-directory check test'
 
-check: lint types imports proto-check ## Check style, types, layers and protos
+check: lint types imports proto-check cases ## Check style, types, layers, protos and the list of cases
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
@@ -65,6 +67,9 @@ proto-check: $(VENV)/dev.stamp
 	BUF=$(BIN)/buf scripts/breaking
 	PYTHON=$(BIN)/python scripts/protos --check
 
+cases: $(VENV)/dev.stamp
+	$(BIN)/python scripts/cases --check
+
 protos: $(VENV)/dev.stamp ## Generate kvmesh/v1 from protos/
 	$(BIN)/buf format --write
 	PYTHON=$(BIN)/python scripts/protos
@@ -75,6 +80,10 @@ format: $(VENV)/dev.stamp ## Format the code
 
 bench: $(VENV)/test.stamp ## Run the end-to-end benchmark on the simulated engine
 	$(BIN)/python -m bench.e2e $(ARGS)
+
+fuzz: $(VENV)/dev.stamp ## Send FUZZ_REQUESTS odd requests to each public API
+	$(BIN)/python -m pytest --fuzz-requests $(FUZZ_REQUESTS) \
+		tests/integration/test_fuzz_grpc.py tests/e2e/test_fuzz_rest.py
 
 clean: ## Remove the virtual environment and every cache
 	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
