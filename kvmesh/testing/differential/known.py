@@ -16,10 +16,6 @@ def _cut_off(ours: str, theirs: str) -> bool:
     return ours == theirs + "\N{REPLACEMENT CHARACTER}"
 
 
-def _not_given(ours: Any, theirs: Any) -> bool:
-    return ours is None
-
-
 def _part_of_a_character(ours: Any, theirs: Any) -> bool:
     if not isinstance(ours, Position):
         return False
@@ -32,7 +28,12 @@ def _one_less(ours: Any, theirs: Any) -> bool:
 
 KNOWN = (
     Known("A character that was cut off", ("*",), ("text",), _cut_off),
-    Known("stop_reason", ("*",), ("stop_reason",), _not_given),
+    Known(
+        "The role of an answer",
+        ("template/go-on-user", "template/no-generation-prompt"),
+        ("labels",),
+        lambda ours, theirs: ours - theirs == {"assistant"},
+    ),
     Known("Special tokens in messages", ("template/special-in-text",), ("*",)),
     Known("Parts of a message", ("chat/5?",), ("text", "usage")),
     Known("Truncation to what fits", ("length/truncated-to-fit",), ("text", "usage")),
