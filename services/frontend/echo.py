@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvmesh.types import Completion, FinishReason, TextLogprob, TextPrompt, TokenLogprob, Usage
+from kvmesh.types import (
+    ChatPrompt,
+    Completion,
+    FinishReason,
+    TextLogprob,
+    TextPrompt,
+    TokenLogprob,
+    Usage,
+)
 from services.frontend.answer import Answer, Piece
 from services.frontend.run import Choice
 from services.frontend.texts import Texts
@@ -19,13 +27,16 @@ class Echo:
         """Return the prompt as text, with its log probabilities if these are asked for.
 
         They come with `answer`, whose own text is what follows. Where only the prompt is
-        wanted, this piece is the choice's last.
+        wanted, this piece is the choice's last. Of a conversation it is the message that the
+        answer goes on with, if there is one.
         """
         request, source = choice.run.request, choice.source
         entries: tuple[TextLogprob, ...] = ()
         if choice.sampling.prompt_logprobs is not None and answer is not None:
             rows = await choice.run.within(answer.prompt_logprobs())
             text, entries = await self._decode(choice, rows)
+        elif isinstance(source.prompt, ChatPrompt):
+            text = _begun(source.prompt)
         elif isinstance(source.prompt, TextPrompt) and request.truncate_to is None:
             text = source.prompt.text
         else:
@@ -57,3 +68,7 @@ class Echo:
             unpredicted = replace(first, token=replace(first.token, logprob=None), top=())
             entries = (unpredicted, *entries[1:])
         return text, entries
+
+
+def _begun(chat: ChatPrompt) -> str:
+    return chat.messages[-1].content if chat.continue_final_message else ""

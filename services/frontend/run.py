@@ -215,7 +215,7 @@ def _sampling(request: Request, number: int) -> Sampling:
     sampling = request.sampling
     if sampling.seed is not None and number:
         sampling = replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
-    if request.echo and sampling.logprobs is not None:
+    if request.echo and sampling.logprobs is not None and request.operation != "chat":
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     if not request.generate:
         sampling = replace(sampling, max_tokens=1, min_tokens=0)

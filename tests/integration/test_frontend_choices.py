@@ -238,3 +238,33 @@ async def test_what_ended_a_choice_is_told(mesh: FakeMesh, stop: str) -> None:
     mesh.decode.script = fakes.say
     (choice,) = (await ask(mesh))["choices"]
     assert choice["stop_reason"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("go_on", [False, True])
+async def test_a_chat_echoes_the_message_that_it_goes_on_with(
+    mesh: FakeMesh, stream: bool, go_on: bool
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    if go_on:
+        messages.append({"role": "assistant", "content": "Well: "})
+    body = {
+        "model": MODEL,
+        "messages": messages,
+        "echo": True,
+        "stream": stream,
+        "logprobs": True,
+        "continue_final_message": go_on,
+        "add_generation_prompt": not go_on,
+    }
+    async with httpx.AsyncClient(base_url=mesh.url, trust_env=False) as client:
+        response = await client.post("/v1/chat/completions", json=body, timeout=20)
+    assert response.status_code == 200, response.text
+    if stream:
+        lines = [line for line in response.text.split("\n\n") if line and "[DONE]" not in line]
+        deltas = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        content = "".join(delta["delta"].get("content", "") for delta in deltas)
+    else:
+        content = response.json()["choices"][0]["message"]["content"]
+    assert content == ("Well: " if go_on else "") + "Hello, world!"
+    assert not mesh.decode.starts[0].sampling.HasField("prompt_logprobs")

@@ -152,6 +152,11 @@ def test_a11_explicit_zeros_are_zeros() -> None:
     assert complete(min_tokens=0, priority=0).request.sampling.min_tokens == 0
 
 
+@pytest.mark.parametrize(("given", "means"), [(0, -1), (-1, -1), (1, 1), (None, None)])
+def test_no_likeliest_tokens_are_all(given: int | None, means: int | None) -> None:
+    assert complete(top_k=given).request.sampling.top_k == means
+
+
 def test_a11_absent_is_absent() -> None:
     assert chat().request.sampling == Sampling()
     assert complete().request.sampling == Sampling(max_tokens=16)
@@ -160,7 +165,7 @@ def test_a11_absent_is_absent() -> None:
 BOTH: dict[str, list[Any]] = {
     "temperature": [-0.1, 101, "1", True, [1]],
     "top_p": [0, 1.1, "x"],
-    "top_k": [0, -2, 1.5, True, 2**31],
+    "top_k": [-2, 1.5, True, 2**31],
     "min_p": [-1, 2],
     "presence_penalty": [3],
     "frequency_penalty": [-3],
@@ -214,7 +219,7 @@ def test_wrong_values_are_refused_by_name(reader: Any, field: str, values: list[
         "tools": [[{"type": "function"}], {}, [5]],
         "tool_choice": ["auto", {}, "required"],
         "functions": [[{}]],
-        "echo": [True],
+        "echo": [1],
         "messages": ["x", [], {}, [5], [{}], [[]], [USER] * 11, None],
         "chat_template": [5],
         "chat_template_kwargs": [[], "x"],

@@ -66,14 +66,14 @@ KNOWN = (
     Known("Offsets of tokens that are named by id", ("logprobs/tokens-as-ids",), ("offsets",)),
     Known("Numbers are numbers", ("bad/temperature-number-in-text",), _REFUSED),
     Known("Numbers are numbers", ("bad/max-tokens-whole-float", "bad/max-tokens-true"), _REFUSED),
-    Known("Values out of range", ("bad/bias-out-of-range", "bad/top-k-zero"), _REFUSED),
+    Known("Values out of range", ("bad/bias-out-of-range",), _REFUSED),
     Known("The model has to be named", ("bad/no-model", "bad/model-empty"), _REFUSED),
     Known("Nothing is ignored", ("bad/unknown-field", "bad/best-of"), _REFUSED),
     Known(
         "Fields of vLLM that the mesh does not have",
         (
             *("bad/beam-search", "bad/bad-words", "bad/prompt-logprobs"),
-            *("bad/response-format-json", "template/go-on-echo", "tokenize/strings"),
+            *("bad/response-format-json", "tokenize/strings"),
         ),
         _REFUSED,
     ),

@@ -218,8 +218,7 @@ def _bounds(name: str, kind: Kind) -> dict[str, Any]:
         return {}
     low, high, _ = SAMPLING_RANGES[name]
     least = {"exclusiveMinimum": 0} if 0 < low < 1 else {"minimum": low}
-    odd = {"not": {"const": 0}} if name == "top_k" else {}
-    return {**least, "maximum": high, **odd}
+    return {**least, "maximum": high}
 
 
 def _same(value: object, one: object) -> bool:

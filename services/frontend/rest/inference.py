@@ -13,7 +13,7 @@ from kvmesh.types import TokenPrompt
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
-from services.frontend.request import caller_id
+from services.frontend.request import caller_id, check_limits
 from services.frontend.rest.answers import Chat, Shape, Text, Whole
 from services.frontend.rest.asgi import Exchange, Handler, while_connected
 from services.frontend.rest.body import Body, parse
@@ -79,6 +79,8 @@ class InferenceRoutes:
             body = await self._body(exchange)
             arrival = self._arrival(exchange)
             call = read(body, arrival, self._limits)
+            # Before anything is made for each of the choices.
+            check_limits(call.request, self._limits)
             self._process.gate.enter()
         except MeshError as error:
             self._metrics.refused(error.reason)

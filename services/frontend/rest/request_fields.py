@@ -60,7 +60,7 @@ _MODEL = Field("model", STRING, "Name of the model.", required=True, limits={"mi
 _SAMPLING = (
     Field("temperature", NUMBER, "0 is greedy. Default: the model's."),
     Field("top_p", NUMBER, "Share of probability to sample from. Default: the model's."),
-    Field("top_k", INTEGER, "Likeliest tokens to sample from; -1: all. Default: the model's."),
+    Field("top_k", INTEGER, "Likeliest tokens to sample from; -1 or 0: all. Default: the model's."),
     Field("min_p", NUMBER, "Least probability, as a share of the likeliest token's."),
     Field("presence_penalty", NUMBER, "Subtracted from tokens that the answer has."),
     Field("frequency_penalty", NUMBER, "The same, for each time that it has them."),
@@ -173,7 +173,7 @@ CHAT = (
     Field("top_logprobs", INTEGER, "With logprobs: those of so many likeliest.", within="logprobs"),
     *_TEMPLATE,
     _add_special_tokens(False),
-    Field("echo", BOOLEAN, "Only the default.", False, only=(False,)),
+    Field("echo", BOOLEAN, "The answer begins with the message that it goes on with.", False),
     Field("tool_choice", STRING, 'Must be "none" where there are tools.', only=("none",)),
     Field("parallel_tool_calls", BOOLEAN, "Says nothing where no tool is called."),
     Field("functions", ARRAY, "Tools by their older name.", only=([],)),

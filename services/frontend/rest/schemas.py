@@ -195,7 +195,7 @@ def _sampling(
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=values["min_tokens"],
-            top_k=values["top_k"],
+            top_k=-1 if values["top_k"] == 0 else values["top_k"],
             seed=values["seed"],
             stop_token_ids=_token_ids(values["stop_token_ids"] or (), "stop_token_ids"),
             ignore_eos=values["ignore_eos"],
