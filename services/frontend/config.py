@@ -26,6 +26,9 @@ class HttpConfig:
     max_body_mib: int = field(
         default=16, metadata={"help": "largest request body, in MiB", "min": 1, "max": 1024}
     )
+    max_connections: int = field(
+        default=8192, metadata={"help": "open connections; one has one stream at a time", "min": 1}
+    )
     keep_alive_seconds: int = field(
         default=75, metadata={"help": "how long an idle connection is kept", "min": 1}
     )

@@ -271,9 +271,12 @@ async def test_a_slow_answer_is_not_cut_by_the_time_for_heads(
         assert (await raw.response())[0] == 200
 
 
-async def test_connections_have_a_limit(mesh: FakeMesh, monkeypatch: Any) -> None:
-    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 1)
-    async with connected(mesh.frontend.member.http_address) as first:
+async def test_connections_have_a_limit() -> None:
+    config = FrontendConfig(http=HttpConfig(port=0, max_connections=1))
+    async with (
+        fake_mesh(app, config) as mesh,
+        connected(mesh.frontend.member.http_address) as first,
+    ):
         first.writer.write(HEALTH)
         assert (await first.response())[0] == 200
         status, _, body = await refusal(mesh, b"")

@@ -9,9 +9,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.frontend.rest.errors import HttpError
 
-MAX_CONNECTIONS = 8192
-"""Open connections of a process; above the streams that a process can serve."""
-
 MAX_HEAD_BYTES = 2 * 1024 * 1024
 """A request line and headers. So much, since an absurd `x-request-id` is no reason to fail."""
 
@@ -30,8 +27,9 @@ HEAD_SECONDS = 30.0
 class Protocol(HttpToolsProtocol):  # type: ignore[misc]
     """One connection."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int, **more: Any) -> None:
         super().__init__(*args, **more)
+        self._max_connections = max_connections
         self._head_bytes = 0
         self._in_head = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -45,7 +43,7 @@ class Protocol(HttpToolsProtocol):  # type: ignore[misc]
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
         self._expect_head()
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._max_connections:
             self._refuse(HttpError(503, "overloaded", "there are too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -26,7 +27,7 @@ async def serve_http(app: Any, config: HttpConfig) -> AsyncIterator[int]:
     server = _Server(
         uvicorn.Config(
             app,
-            http=Protocol,
+            http=partial(Protocol, max_connections=config.max_connections),
             ws="none",
             loop="none",
             lifespan="off",
