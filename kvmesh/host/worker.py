@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from kvmesh.config import ConfigError
-from kvmesh.engine.base import AsyncEngine, EngineInfo, KvEventSource, PrefillEngine, Seat
+from kvmesh.engine.base import AsyncEngine, KvEventSource, PrefillEngine, Seat
 from kvmesh.engine.factory import EngineConfig, create
 from kvmesh.errors import OverloadedError
 from kvmesh.host.config import ModelConfig
@@ -104,7 +104,7 @@ def worker_service(
     register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
     return Service(
         {**registrations, "kvmesh.v1.WorkerService": register},
-        _details(running.info),
+        _details(running),
         failed=partial(engine_failed, engine),
         settled=partial(tickets_settled, engine),
     )
@@ -117,9 +117,15 @@ async def engine_failed(engine: AsyncEngine) -> None:
         await asyncio.sleep(CHECK_SECONDS)
 
 
-def _details(info: EngineInfo) -> dict[str, Any]:
-    """Return the fields of a registry entry that an engine decides."""
+def _details(running: Running) -> dict[str, Any]:
+    """Return the fields of a registry entry that an engine decides.
+
+    The label `kv_events` is `no` where the engine does not tell what it has cached.
+    """
+    info = running.info
+    labels = {} if isinstance(running.engine, KvEventSource) else {"kv_events": "no"}
     return {
+        "labels": labels,
         "model": info.model,
         "engine": info.engine,
         "block_size": info.block_size,

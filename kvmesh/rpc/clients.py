@@ -7,7 +7,7 @@ returns an async context manager: leaving it cancels what still runs on the serv
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc.aio
 
@@ -47,8 +47,7 @@ from kvmesh.wire_logprobs import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """Some text of a completion. `token_count`: tokens read so far, in all.
 
     `logprobs`: the tokens that the text is made of, where log probabilities were fed.

@@ -9,7 +9,7 @@ from kvmesh.types import Completion, FinishReason, TextLogprob, TokenLogprob, Us
 from services.frontend.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one for nearly every token, and that costs thrice as much
 class Piece:
     """What comes next of choice `index`. Its last piece, and only that, has the completion.
 

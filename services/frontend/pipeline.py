@@ -1,8 +1,14 @@
 """The life of a request: validate, tokenize, route, prefill, decode, detokenize, answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 
 from kvmesh.clock import Clock
@@ -31,6 +37,9 @@ from services.frontend.spans import described
 from services.frontend.texts import Texts
 from services.frontend.tickets import Tickets
 
+Begun = AbstractAsyncContextManager[tuple[Model, list[Choice]]]
+"""Choices whose prompts are encoded, for as long as they are made."""
+
 
 class Pipeline:
     """Serves requests with the workers of a fleet. The only orchestrator of the mesh."""
@@ -55,26 +64,16 @@ class Pipeline:
         self._texts = Texts(fleet, metrics, clock)
         self._echo = Echo(self._texts)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Yield the choices' text as it comes; each choice's last piece has its completion.
 
         Raises `MeshError`, for one choice that fails as for all. Closing the generator, or
         cancelling whoever waits in it, cancels the work in every process at once, without
         waiting for them.
         """
-        with self._observed(request) as run:
-            check_limits(request, self._limits)
-            model = self._fleet.model(request.model)
-            sources = await self._texts.encode(run, model)
-            for source in sources:
-                check_length(request, model, len(source.encoded.token_ids))
-            run.choices = [
-                Choice(run, index, sources[index // request.n]) for index in range(request.choices)
-            ]
-            answers = [self._answer(choice, model) for choice in run.choices]
-            async with aclosing(answers[0] if len(answers) == 1 else merged(answers)) as pieces:
-                async for piece in pieces:
-                    yield piece
+        begun = self._begun(request)
+        # One choice, as nearly all requests have, is read without anything in between.
+        return self._answer(begun) if request.choices == 1 else self._answers(begun)
 
     async def tokenize(self, request: Request) -> list[Encoded]:
         """Return the request's prompts as token ids. Raises `MeshError`."""
@@ -105,25 +104,48 @@ class Pipeline:
         """Return the longest prompt plus completion, in tokens; 0: not known."""
         return self._fleet.model(model).context_length
 
-    async def _answer(self, choice: Choice, model: Model) -> AsyncGenerator[Piece, None]:
+    @asynccontextmanager
+    async def _begun(self, request: Request) -> AsyncIterator[tuple[Model, list[Choice]]]:
+        """Trace and count the request; yield its choices once all prompts are encoded."""
+        with self._observed(request) as run:
+            check_limits(request, self._limits)
+            model = self._fleet.model(request.model)
+            sources = await self._texts.encode(run, model)
+            for source in sources:
+                check_length(request, model, len(source.encoded.token_ids))
+            run.choices = [
+                Choice(run, index, sources[index // request.n]) for index in range(request.choices)
+            ]
+            yield model, run.choices
+
+    async def _answers(self, begun: Begun) -> AsyncGenerator[Piece, None]:
+        """Yield several choices, made side by side."""
+        async with begun as (model, choices):
+            answers = [self._answer(nullcontext((model, [choice]))) for choice in choices]
+            async with aclosing(merged(answers)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _answer(self, begun: Begun) -> AsyncGenerator[Piece, None]:
         """Yield one choice, from as many attempts as it takes."""
-        if not choice.needs_engine:
-            yield choice.sent(await self._echo.piece(choice, None))
-            return
-        with self._detokenize(choice) as answer:
-            while choice.completion is None:
-                try:
-                    with await self._placer.place(choice, model) as placement:
-                        ticket = await self._prefill(choice, placement, answer)
-                        with self._decode(choice, placement, ticket, answer):
-                            if not choice.echoed:
-                                first = await self._echo.piece(choice, answer)
-                                choice.echoed = True
-                                yield choice.sent(first)
-                            while choice.completion is None:
-                                yield choice.sent(await answer.next())
-                except MeshError as error:
-                    choice.retry(error, self._limits.attempts)
+        async with begun as (model, (choice,)):
+            if not choice.needs_engine:
+                yield choice.sent(await self._echo.piece(choice, None))
+                return
+            with self._detokenize(choice) as answer:
+                while choice.completion is None:
+                    try:
+                        with await self._placer.place(choice, model) as placement:
+                            ticket = await self._prefill(choice, placement, answer)
+                            with self._decode(choice, placement, ticket, answer):
+                                if not choice.echoed:
+                                    first = await self._echo.piece(choice, answer)
+                                    choice.echoed = True
+                                    yield choice.sent(first)
+                                while choice.completion is None:
+                                    yield choice.sent(await answer.next())
+                    except MeshError as error:
+                        choice.retry(error, self._limits.attempts)
 
     @contextmanager
     def _observed(self, request: Request) -> Iterator[Run]:

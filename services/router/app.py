@@ -14,7 +14,7 @@ from services.router.config import RouterConfig
 from services.router.dispatcher import Dispatcher
 from services.router.metrics import RouterMetrics
 from services.router.planner import Planner
-from services.router.policy import find_policy
+from services.router.plugins import Policies
 from services.router.reservations import Ledger
 from services.router.servicer import SERVICE_NAME, RouterServicer, registration
 from services.router.state import Fleet
@@ -26,12 +26,9 @@ async def app(config: RouterConfig, process: Process) -> AsyncIterator[Service]:
     """Yield the router once the registry has answered: before, no model would be known."""
     ledger = Ledger()
     fleet = Fleet(ledger)
-    policy = find_policy(config.routing.policy)
-    planner = Planner(fleet, ledger, config.routing, policy, process.rng)
+    policies = Policies(config.routing.policy, config.routing.policy_by_model)
+    planner = Planner(fleet, ledger, config.routing, policies, process.rng)
     admission = Admission(fleet, planner, config.queue)
-    metrics = RouterMetrics(
-        process.telemetry.meter, config.routing.policy, fleet, ledger, admission
-    )
     watch = watch_over(config.rpc, process.id)
     async with (
         Dispatcher(fleet, ledger, admission, process.clock) as dispatcher,
@@ -40,6 +37,7 @@ async def app(config: RouterConfig, process: Process) -> AsyncIterator[Service]:
     ):
         members.listen(watchers.update_members)
         await members.first()
+        metrics = RouterMetrics(process.telemetry.meter, fleet, ledger, admission, dispatcher.audit)
         servicer = RouterServicer(
             dispatcher,
             metrics,

@@ -13,6 +13,7 @@ from kvmesh.clock import Clock
 from kvmesh.errors import MeshError
 from kvmesh.types import Member, WorkerNews
 from services.router.admission import Admission, Waiter
+from services.router.audit import Audit
 from services.router.planner import Decision
 from services.router.policy import Demand
 from services.router.reservations import Ledger, Life, Reservation
@@ -25,19 +26,32 @@ Answer = Callable[[Decision | MeshError], None]
 class Routed:
     """One request's stay in the router, from `Dispatcher.submit` to `Dispatcher.end`."""
 
-    __slots__ = ("answer", "model", "reservation", "waiter")
+    __slots__ = ("answer", "decided_at", "demand", "expected", "reservation", "tokens", "waiter")
 
-    def __init__(self, model: str, answer: Answer) -> None:
-        self.model = model
+    def __init__(self, demand: Demand, answer: Answer) -> None:
+        self.demand = demand
         self.answer = answer
         self.waiter: Waiter | None = None
         self.reservation: Reservation | None = None
+        self.expected = 0
+        self.tokens = 0.0
+        self.decided_at = 0.0
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """Take the decision, and pass it on."""
+        self.waiter = None
+        self.decided_at = now
+        self.tokens = decision.chosen.uncached + decision.chosen.queued
+        self.reservation = decision.reservation
+        self.expected = decision.plan.expected_cached_tokens
+        self.answer(decision)
 
 
 class Dispatcher:
     """Admission with time and answers. An async context manager: leaving stops its timer."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger, admission: Admission, clock: Clock) -> None:
+        self.audit = Audit()
         self._fleet = fleet
         self._ledger = ledger
         self._admission = admission
@@ -66,21 +80,37 @@ class Dispatcher:
         `Admission.submit` does, and then `answer` is not called. The caller calls `end`
         exactly when the request is over or no longer wanted, whatever was answered.
         """
-        routed = Routed(demand.model, answer)
+        routed = Routed(demand, answer)
         result = self._admission.submit(demand, self._clock.now(), deadline)
         if isinstance(result, Decision):
-            routed.reservation = result.reservation
-            answer(result)
+            routed.decided(result, self._clock.now())
         else:
             routed.waiter = result
             self._waiting[result] = routed
             self._arm_by(self._admission.expiry(result))
         return routed
 
-    def prefilled(self, routed: Routed) -> None:
-        """Note that a planned request's prompt is computed."""
-        if routed.reservation is not None:
-            self._ledger.prefilled(routed.reservation)
+    def prefilled(self, routed: Routed, cached_tokens: int | None = None) -> None:
+        """Note that a planned request's prompt is computed, and how much of it was cached.
+
+        Either may be said again: the first time counts for the one, each for the other.
+        """
+        reservation = routed.reservation
+        if reservation is None:
+            return
+        computed_by = reservation.prefill or reservation.decode
+        if not reservation.prefilled:
+            self._ledger.prefilled(reservation)
+            seconds = self._clock.now() - routed.decided_at
+            self._fleet.computed(computed_by, routed.tokens, seconds)
+        if cached_tokens is not None and routed.demand.block_hashes:
+            self.audit.answered(
+                computed_by,
+                prompt_tokens=routed.demand.prompt_tokens,
+                expected=routed.expected,
+                cached=cached_tokens,
+                block_size=routed.demand.block_size,
+            )
 
     def end(self, routed: Routed) -> None:
         """Free all that the request holds here. A second time has no effect."""
@@ -90,11 +120,12 @@ class Dispatcher:
             routed.waiter = None
         if routed.reservation is not None:
             self._ledger.release(routed.reservation)
-            self._pump(routed.model)
+            self._pump(routed.demand.model)
 
     def update_members(self, members: Iterable[Member]) -> None:
         """Take over a membership snapshot."""
         self._fleet.update(members)
+        self.audit.keep({worker.life for worker in self._fleet.workers()})
         self._fleet_changed()
 
     def watchable(self) -> Mapping[Life, Member]:
@@ -128,9 +159,7 @@ class Dispatcher:
     def _deliver(self, admitted: Sequence[tuple[Waiter, Decision]]) -> None:
         for waiter, decision in admitted:
             routed = self._waiting.pop(waiter)
-            routed.waiter = None
-            routed.reservation = decision.reservation
-            routed.answer(decision)
+            routed.decided(decision, self._clock.now())
 
     def _arm_by(self, at: float | None) -> None:
         """See to it that `_expire` runs by then; too early does no harm."""

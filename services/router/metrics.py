@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kvmesh.errors import MeshError
 from kvmesh.telemetry import Meter
 from services.router.admission import Admission
+from services.router.audit import Audit
 from services.router.planner import Decision
 from services.router.reservations import Ledger
 from services.router.state import Fleet
@@ -14,15 +15,17 @@ class RouterMetrics:
     """The router's instruments. Gauges read the state itself, so they can't drift from it."""
 
     def __init__(
-        self, meter: Meter, policy: str, fleet: Fleet, ledger: Ledger, admission: Admission
+        self, meter: Meter, fleet: Fleet, ledger: Ledger, admission: Admission, audit: Audit
     ) -> None:
-        self._policy = policy
         self._fleet = fleet
         self._ledger = ledger
         self._decisions = meter.counter(
             "kvmesh_router_decisions",
             "Plans made, by policy and by where the prompt is computed.",
             labels=("policy", "kind"),
+        )
+        self._queue = meter.histogram(
+            "kvmesh_router_queue", "Time from a request to its plan.", labels=("model",)
         )
         self._refusals = meter.counter(
             "kvmesh_router_refusals", "Requests that got no plan.", labels=("reason",)
@@ -53,11 +56,13 @@ class RouterMetrics:
             lambda: {(w.id,): ledger.held(w.life).blocks for w in fleet.workers()},
             labels=("worker",),
         )
+        _show_cache(meter, fleet, audit)
 
-    def decided(self, decision: Decision) -> None:
-        """Count a plan."""
+    def decided(self, decision: Decision, model: str, seconds: float) -> None:
+        """Count a plan, and the time it took. `model` has workers, as there is a plan."""
+        self._queue.record(seconds, model=model)
         kind = "local" if decision.plan.prefill is None else "remote"
-        self._decisions.add(policy=self._policy, kind=kind)
+        self._decisions.add(policy=decision.policy, kind=kind)
 
     def refused(self, error: MeshError) -> None:
         """Count a request that got no plan."""
@@ -69,3 +74,35 @@ class RouterMetrics:
             key = (worker.member.role.value, "yes" if worker.routable else "no")
             counts[key] = counts.get(key, 0) + 1
         return counts
+
+
+def _show_cache(meter: Meter, fleet: Fleet, audit: Audit) -> None:
+    """Show what is thought to be cached where, and how often that turns out to be so."""
+    meter.gauge(
+        "kvmesh_router_index_blocks",
+        "Hashes in the prefix index.",
+        lambda: sum(len(index) for index in fleet.indexes()),
+    )
+    meter.gauge(
+        "kvmesh_router_cached_blocks",
+        "Blocks that each worker is known to have cached.",
+        lambda: {(w.id,): w.cached_blocks() for w in fleet.workers()},
+        labels=("worker",),
+    )
+    meter.gauge(
+        "kvmesh_router_flagged",
+        "1 for workers whose answers keep disagreeing with what was expected to be cached.",
+        lambda: {(w.id,): audit.flagged(w.life) for w in fleet.workers()},
+        labels=("worker",),
+    )
+    for name, description, read in (
+        ("prompt", "of answers whose cache hits are known", lambda: audit.prompt_tokens),
+        ("expected_cached", "thought to be cached", lambda: audit.expected_tokens),
+        ("cached", "found cached", lambda: audit.cached_tokens),
+    ):
+        meter.counter_from(f"kvmesh_router_{name}_tokens", f"Prompt tokens {description}.", read)
+    meter.counter_from(
+        "kvmesh_router_disagreements",
+        "Answers that found cached what was not expected, or the reverse.",
+        lambda: audit.disagreements,
+    )

@@ -1,20 +1,28 @@
-"""One decision: filter, score, pick, reserve. Pure but for the ledger it writes to."""
+"""One decision: filter, score, pick, reserve. Pure but for what it reserves."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from kvmesh.types import Plan, Role
+from services.router.cost import CostConfig, Work, prefill_remotely
+from services.router.plugins import Policies
 from services.router.policy import Candidate, Demand, Policy
-from services.router.reservations import Ledger, Reservation
-from services.router.state import Fleet, WorkerState
+from services.router.reservations import NOTHING_HELD, Ledger, Reservation
+from services.router.state import Fleet
+from services.router.worker import WorkerState
 
 DEFAULT_MAX_REQUESTS = 512
 """Requests on a worker that neither we nor it set a limit for."""
 
-FALLBACK_BLOCK_SIZE = 16
-"""Tokens per block where nobody says: loads stay comparable within a fleet."""
+
+class Prefill(StrEnum):
+    """Where prompts are computed, if there is a choice. Values are those of settings."""
+
+    AUTO = "auto"
+    REMOTE = "remote"
+    LOCAL = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +34,18 @@ class RoutingConfig:
     """
 
     policy: str = field(
-        default="least_loaded",
-        metadata={"help": "how workers are picked: round_robin, least_loaded or a plug-in"},
+        default="kv",
+        metadata={
+            "help": "how workers are picked: kv, least_loaded, power_of_two, random,"
+            " round_robin, session or a plug-in"
+        },
+    )
+    policy_by_model: tuple[str, ...] = field(
+        default=(), metadata={"help": "other policies for some models, as model=policy"}
+    )
+    prefill: Prefill = field(
+        default=Prefill.REMOTE,
+        metadata={"help": "where prompts are computed: auto, by estimated time"},
     )
     remote_prefill_min_tokens: int = field(
         default=32,
@@ -39,6 +57,7 @@ class RoutingConfig:
     expected_completion_tokens: int = field(
         default=256, metadata={"help": "completion tokens to reserve for at most", "min": 0}
     )
+    cost: CostConfig = field(default_factory=CostConfig)
 
 
 class Blocked(Enum):
@@ -50,12 +69,20 @@ class Blocked(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A plan, the reservation taken for it, and what it was chosen from."""
+    """A plan, the reservation taken for it, and what it was chosen from.
+
+    `chosen` is what the prompt is to the worker that computes it. Scores are those of the
+    candidates, in their order; the lower, the better.
+    """
 
     plan: Plan
     reservation: Reservation
+    policy: str
+    chosen: Work
     decode_candidates: Sequence[Candidate]
-    prefill_candidates: Sequence[Candidate]
+    decode_scores: Sequence[float]
+    prefill_candidates: Sequence[Candidate] = ()
+    prefill_scores: Sequence[float] = ()
 
 
 class Planner:
@@ -66,15 +93,15 @@ class Planner:
         fleet: Fleet,
         ledger: Ledger,
         config: RoutingConfig,
-        policy: Callable[[], Policy],
+        policies: Policies,
         rng: random.Random,
     ) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._config = config
-        self._new_policy = policy
+        self._policies = policies
         self._rng = rng
-        self._policies: dict[tuple[str, Role], Policy] = {}
+        self._pools: dict[tuple[str, Role], Policy] = {}
 
     def plan(self, demand: Demand) -> Decision | Blocked:
         """Choose workers and reserve room on them, or say why that can't be done now.
@@ -84,26 +111,36 @@ class Planner:
         ready = self._ready(demand, Role.DECODE)
         if not ready:
             return Blocked.NO_WORKER
-        candidates = self._candidates(ready)
+        overlaps = self._overlaps(demand)
+        candidates = self._candidates(ready, demand, overlaps, Role.DECODE)
         if not candidates:
             return Blocked.FULL
-        decode = self._policy(demand.model, Role.DECODE).pick(candidates, demand, self._rng)
-        cached = decode.cached_tokens(demand)
-        uncached = demand.prompt_tokens - cached
-        prefill_candidates = self._prefill_candidates(demand, decode.worker, uncached)
-        prefill = None
+        decode, scores = self._pick(candidates, demand, Role.DECODE)
+        prefill_candidates = self._prefill_candidates(demand, decode, overlaps)
+        prefill: Candidate | None = None
+        prefill_scores: Sequence[float] = ()
         if prefill_candidates:
-            pick = self._policy(demand.model, Role.PREFILL).pick
-            prefill = pick(prefill_candidates, demand, self._rng)
-            cached = prefill.cached_tokens(demand)
+            prefill, prefill_scores = self._pick(prefill_candidates, demand, Role.PREFILL)
+            if not self._remotely(demand.model, decode, prefill):
+                prefill = None
+        computing = prefill or decode
+        policy = self._policies.name(demand.model)
         plan = Plan(
             decode=decode.worker.reference(),
             prefill=None if prefill is None else prefill.worker.reference(),
-            expected_cached_tokens=cached,
-            why=self._explain(decode, prefill, uncached),
+            expected_cached_tokens=computing.cached_tokens,
+            why=_explain(policy, decode, prefill),
         )
-        reservation = self._reserve(demand, decode, prefill, demand.prompt_tokens - cached)
-        return Decision(plan, reservation, candidates, prefill_candidates)
+        return Decision(
+            plan,
+            self._reserve(demand, decode, prefill),
+            policy,
+            computing.work,
+            candidates,
+            scores,
+            prefill_candidates,
+            prefill_scores,
+        )
 
     def has_worker(self, demand: Demand) -> bool:
         """Return whether any decode worker could take the demand, with or without room."""
@@ -115,54 +152,133 @@ class Planner:
             return [w for w in ready if w.id not in demand.excluded]
         return ready
 
-    def _candidates(self, workers: Sequence[WorkerState]) -> list[Candidate]:
+    def _overlaps(self, demand: Demand) -> Mapping[int, int]:
+        """Return how many of the prompt's leading blocks each seat of its index has.
+
+        Whole blocks, and never the whole prompt: engines compute at least its last token
+        anew.
+        """
+        index = self._fleet.index(demand.model, demand.block_size)
+        if index is None:
+            return {}
+        usable = max(0, demand.prompt_tokens - 1) // demand.block_size
+        return index.overlaps(demand.block_hashes[:usable])
+
+    def _candidates(
+        self,
+        workers: Sequence[WorkerState],
+        demand: Demand,
+        overlaps: Mapping[int, int],
+        role: Role,
+    ) -> list[Candidate]:
+        """Return those workers that have room, with what weighs on them. The hot loop."""
         candidates = []
-        limit = self._config.max_requests_per_worker
+        config, held_on = self._config, self._ledger.lives_held.get
+        limit, us = config.max_requests_per_worker, self._prefill_us(workers)
+        prompt, asked, decodes = demand.prompt_tokens, demand.block_size, role is Role.DECODE
+        completion = self._completion(demand) if decodes else 0
+        new, hits_at = tuple.__new__, overlaps.get  # twice as fast as calling the class
         for worker in workers:
-            held = self._ledger.held(worker.life)
-            room = limit or worker.capacity or DEFAULT_MAX_REQUESTS
-            if held.requests + worker.others < room:
-                candidates.append(Candidate(worker, held.blocks + worker.other_blocks))
+            held = held_on(worker.life, NOTHING_HELD)
+            requests = held.requests + worker.others
+            if requests >= (limit or worker.capacity or DEFAULT_MAX_REQUESTS):
+                continue
+            size, queued = worker.block_size, held.prefill_blocks
+            holding = held.decode_blocks + worker.other_blocks
+            cached = hits_at(worker.seat, 0) * size if size == asked else 0
+            uncached = prompt - cached
+            evicted = 0
+            if total := worker.total_blocks:
+                free = (
+                    total
+                    - queued
+                    - (0 if worker.index is None else worker.index.counts[worker.seat])
+                )
+                if (evicted := uncached + completion - (free * size if free > 0 else 0)) < 0:
+                    evicted = 0
+            work = new(
+                Work,
+                (
+                    uncached,
+                    queued * size,
+                    held.present + worker.others if decodes else 0,
+                    holding * size,
+                    completion,
+                    evicted,
+                    worker.prefill_us or us,
+                ),
+            )
+            candidates.append(new(Candidate, (worker, queued + holding, requests, cached, work)))
         return candidates
 
+    def _pick(
+        self, candidates: Sequence[Candidate], demand: Demand, role: Role
+    ) -> tuple[Candidate, Sequence[float]]:
+        policy, costs = self._policy(demand.model, role), self._config.cost
+        scores = policy.score(candidates, demand, costs)
+        return candidates[policy.pick(scores, costs, self._rng)], scores
+
     def _prefill_candidates(
-        self, demand: Demand, decode: WorkerState, uncached: int
+        self, demand: Demand, decode: Candidate, overlaps: Mapping[int, int]
     ) -> list[Candidate]:
-        layout = decode.member.layout_fingerprint
-        if not layout or uncached < self._config.remote_prefill_min_tokens:
+        config, layout = self._config, decode.worker.member.layout_fingerprint
+        if config.prefill is Prefill.LOCAL or not layout:
+            return []
+        if decode.work.uncached < config.remote_prefill_min_tokens:
             return []
         ready = self._ready(demand, Role.PREFILL)
-        return self._candidates([w for w in ready if w.member.layout_fingerprint == layout])
+        fitting = [w for w in ready if w.member.layout_fingerprint == layout]
+        return self._candidates(fitting, demand, overlaps, Role.PREFILL)
+
+    def _remotely(self, model: str, decode: Candidate, prefill: Candidate) -> bool:
+        if self._config.prefill is Prefill.REMOTE:
+            return True
+        costs = self._config.cost
+        token_bytes = self._fleet.token_bytes(model) or costs.kv_bytes_per_token
+        return prefill_remotely(decode.work, prefill.work, token_bytes, costs)
 
     def _policy(self, model: str, role: Role) -> Policy:
-        policy = self._policies.get((model, role))
+        policy = self._pools.get((model, role))
         if policy is None:
-            policy = self._policies[model, role] = self._new_policy()
+            policy = self._pools[model, role] = self._policies.make(model)
         return policy
 
-    def _reserve(
-        self, demand: Demand, decode: Candidate, prefill: Candidate | None, uncached: int
-    ) -> Reservation:
+    def _prefill_us(self, workers: Sequence[WorkerState]) -> float:
+        """Return how long a prompt token takes on those of whom it is not known."""
+        typical = self._fleet.speeds.typical(workers[0].pool) if workers else 0.0
+        return typical or self._config.cost.prefill_us_per_token
+
+    def _completion(self, demand: Demand) -> int:
+        """Return how many tokens the completion is expected to have."""
         expected = self._config.expected_completion_tokens
-        completion = min(demand.max_tokens, expected) if demand.max_tokens else expected
-        return self._ledger.reserve(
+        return min(demand.max_tokens, expected) if demand.max_tokens else expected
+
+    def _reserve(self, demand: Demand, decode: Candidate, prefill: Candidate | None) -> Reservation:
+        computing = prefill or decode
+        reservation = self._ledger.reserve(
             decode.worker.life,
-            _blocks(demand.prompt_tokens + completion, decode.worker),
+            _blocks(demand.prompt_tokens + self._completion(demand), decode.worker),
             None if prefill is None else prefill.worker.life,
-            _blocks(uncached, (prefill or decode).worker),
+            _blocks(computing.work.uncached, computing.worker),
         )
-
-    def _explain(self, decode: Candidate, prefill: Candidate | None, uncached: int) -> str:
-        name = self._config.policy
-        where = f"decode on {decode.id} at {decode.load_blocks:.0f} blocks"
-        if prefill is None:
-            return f"{name}: {where}, {uncached} uncached tokens prefilled there"
-        return (
-            f"{name}: {where}, {uncached} uncached tokens prefilled on {prefill.id}"
-            f" at {prefill.load_blocks:.0f} blocks"
-        )
+        workers = [decode.worker] if prefill is None else [decode.worker, prefill.worker]
+        expectations = [
+            self._fleet.expect(worker, demand.block_hashes, demand.block_size) for worker in workers
+        ]
+        reservation.expected = [each for each in expectations if each is not None]
+        return reservation
 
 
-def _blocks(tokens: int, worker: WorkerState) -> int:
-    block_size = worker.member.block_size or FALLBACK_BLOCK_SIZE
-    return -(-tokens // block_size)
+def _explain(policy: str, decode: Candidate, prefill: Candidate | None) -> str:
+    where = f"{policy}: decode on {decode.id} at {decode.load_blocks:.0f} blocks"
+    uncached = decode.work.uncached
+    if prefill is None:
+        return f"{where}, {uncached} uncached tokens prefilled there"
+    return (
+        f"{where}, {uncached} uncached tokens prefilled on {prefill.id}"
+        f" at {prefill.load_blocks:.0f} blocks"
+    )
+
+
+def _blocks(tokens: float, worker: WorkerState) -> int:
+    return -(-int(tokens) // worker.block_size)

@@ -1,19 +1,17 @@
-"""How one worker is picked among those that can take a request. Pure.
+"""How one worker is picked among those that can take a request: filter, score, pick. Pure.
 
-A policy is a plug-in: a class found by name among the built-in ones, then by entry
-point in the group `kvmesh.policies`.
+The planner filters: what comes to a policy has room. A policy scores the candidates and
+picks one by the scores. It is a plug-in, found by name: see `services.router.plugins`.
 """
 
+import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import NamedTuple, Protocol
 
-from kvmesh.config import ConfigError
-from services.router.state import WorkerState
-
-ENTRY_POINT_GROUP = "kvmesh.policies"
+from services.router.cost import CostConfig, Work
+from services.router.worker import WorkerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +20,7 @@ class Demand:
 
     `max_tokens` 0: unknown. `block_hashes` are the prompt's full blocks of `block_size`
     tokens. `excluded` workers (by id) failed this request before. Smaller `priority`
-    goes first.
+    goes first. Requests of one `session` belong together; empty: of none.
     """
 
     request_id: str
@@ -33,93 +31,63 @@ class Demand:
     block_size: int = 0
     excluded: frozenset[str] = frozenset()
     priority: int = 0
+    session: str = ""
 
 
 class Candidate(NamedTuple):
     """A worker with room for the request, and what weighs on it.
 
-    `load_blocks` is its work in KV blocks: this router's reservations plus what others
-    placed. It is never clamped.
+    All figures are this router's reservations plus what others placed, and never clamped.
+    `load_blocks` is all its work in KV blocks, of so many `requests`. Of the prompt
+    `cached_tokens` are cached there, or are about to be; the last one never. `work` is
+    what the cost formulas ask for.
     """
 
     worker: WorkerState
     load_blocks: float
+    requests: int
+    cached_tokens: int
+    work: Work
 
     @property
     def id(self) -> str:
         """The worker's id in the registry."""
         return self.worker.id
 
-    def cached_tokens(self, demand: Demand) -> int:
-        """Return the leading prompt tokens it is thought to have cached."""
-        return self.worker.cached_tokens(
-            demand.block_hashes, demand.block_size, demand.prompt_tokens
-        )
-
 
 class Policy(Protocol):
-    """Picks. One instance serves one pool: the workers of one model and role."""
+    """Scores and picks. One instance serves one pool: the workers of one model and role.
 
-    def pick(
-        self, candidates: Sequence[Candidate], demand: Demand, rng: random.Random
-    ) -> Candidate:
-        """Return one of `candidates` (never empty, sorted by id).
+    Both are called once per decision on the event loop: they take microseconds for each
+    candidate and never block. `candidates` are never empty and sorted by id.
+    Reservations of earlier decisions are already in their figures.
+    """
 
-        Called once per decision on the event loop: takes microseconds, never blocks.
-        Chance comes from `rng` only. Reservations of earlier decisions are already in
-        the loads.
-        """
+    def score(
+        self, candidates: Sequence[Candidate], demand: Demand, costs: CostConfig
+    ) -> Sequence[float]:
+        """Return one score for each candidate; the lower, the better."""
+        ...
+
+    def pick(self, scores: Sequence[float], costs: CostConfig, rng: random.Random) -> int:
+        """Return the number of the candidate to take. Chance comes from `rng` only."""
         ...
 
 
-class RoundRobin:
-    """Each worker in turn, by id, from wherever the last pick was.
+class LowestScore:
+    """A pick for policies to inherit: the lowest score; equals are drawn by lot.
 
-    Joining and leaving workers do not disturb the turn of the others. The first pick
-    is at random, so that several routers do not march in step.
+    With a temperature others have a chance too, which shrinks by e for each temperature
+    of the mean score that they are worse.
     """
 
-    def __init__(self) -> None:
-        self._last: str | None = None
-
-    def pick(
-        self, candidates: Sequence[Candidate], demand: Demand, rng: random.Random
-    ) -> Candidate:
-        """Return the next in turn."""
-        last = self._last
-        if last is None:
-            chosen = rng.choice(candidates)
-        else:
-            chosen = next((c for c in candidates if c.id > last), candidates[0])
-        self._last = chosen.id
-        return chosen
-
-
-class LeastLoaded:
-    """The worker with the fewest blocks of load; equals are drawn by lot."""
-
-    def pick(
-        self, candidates: Sequence[Candidate], demand: Demand, rng: random.Random
-    ) -> Candidate:
-        """Return one of the least loaded."""
-        least = min(c.load_blocks for c in candidates)
-        ties = [c for c in candidates if c.load_blocks == least]
-        return ties[0] if len(ties) == 1 else rng.choice(ties)
-
-
-BUILT_IN: Mapping[str, Callable[[], Policy]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-}
-
-
-def find_policy(name: str) -> Callable[[], Policy]:
-    """Return the factory of a policy. Raises `ConfigError` listing the names."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    plug_ins = entry_points(group=ENTRY_POINT_GROUP)
-    if name in plug_ins.names:
-        factory: Callable[[], Policy] = plug_ins[name].load()
-        return factory
-    names = ", ".join(sorted({*BUILT_IN, *plug_ins.names}))
-    raise ConfigError(f"routing.policy: {name!r} is not one of {names}")
+    def pick(self, scores: Sequence[float], costs: CostConfig, rng: random.Random) -> int:
+        """Return the number of one of the best."""
+        least = min(scores)
+        if costs.temperature > 0:
+            unit = costs.temperature * (sum(scores) / len(scores) or 1.0)
+            odds = [math.exp((least - score) / unit) for score in scores]
+            return rng.choices(range(len(scores)), odds)[0]
+        if scores.count(least) == 1:
+            return scores.index(least)
+        return rng.choice([at for at, score in enumerate(scores) if score == least])

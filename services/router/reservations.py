@@ -5,8 +5,9 @@ its stream ends: never by age. Figures are kept per life of a worker, so that no
 of an earlier life weighs on the next one.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 
 class Life(NamedTuple):
@@ -47,11 +48,24 @@ NOTHING_HELD = Held()
 """The figures of a worker on which nothing is reserved. Never written to."""
 
 
+class Expected(Protocol):
+    """What follows from a planned prompt. Exactly one of these is called, once."""
+
+    def computed(self) -> None:
+        """The prompt is computed."""
+        ...
+
+    def dropped(self) -> None:
+        """The request was over before that."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One planned request's hold on its workers. Made and changed by `Ledger` only.
 
     `prefill` None: the decode worker computes the prompt, and `prefill_held` is its too.
+    `expected` are told when the prompt is computed, or that it will not be.
     """
 
     decode: Life
@@ -62,6 +76,7 @@ class Reservation:
     prefill_blocks: int
     prefilled: bool = False
     released: bool = False
+    expected: Sequence[Expected] = field(default=())
 
 
 class Ledger:
@@ -83,6 +98,11 @@ class Ledger:
     def held(self, life: Life) -> Held:
         """Return the figures of one life. Read only; good until the next change."""
         return self._held.get(life, NOTHING_HELD)
+
+    @property
+    def lives_held(self) -> Mapping[Life, Held]:
+        """The figures of all lives on which anything is reserved. Read only."""
+        return self._held
 
     def lives(self) -> tuple[Life, ...]:
         """Return the lives on which anything is reserved."""
@@ -112,6 +132,8 @@ class Ledger:
         self._end_prefill(reservation)
         if reservation.prefill is not None:
             reservation.decode_held.present += 1
+        for expected in reservation.expected:
+            expected.computed()
 
     def release(self, reservation: Reservation) -> None:
         """End the whole reservation. A second time has no effect."""
@@ -122,6 +144,8 @@ class Ledger:
             held.present -= 1
         if not reservation.prefilled:
             self._end_prefill(reservation)
+            for expected in reservation.expected:
+                expected.dropped()
         held.requests -= 1
         held.decode_blocks -= reservation.decode_blocks
         reservation.released = True

@@ -1,6 +1,6 @@
 """`RouterService` on the wire: starts, progress and cancels in, plans and ends out."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,12 @@ from kvmesh.wire import plan_to_proto
 from services.router.dispatcher import Dispatcher, Routed
 from services.router.metrics import RouterMetrics
 from services.router.planner import Decision
-from services.router.policy import Demand
+from services.router.policy import Candidate, Demand
 
 SERVICE_NAME = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+
+SHOWN_CANDIDATES = 8
+"""Candidates that a span tells of: the best ones."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -49,7 +52,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Serve one stream; see `RouterService.Route` in the proto."""
-        session = _Session(self._dispatcher, self._metrics, self._tracer)
+        session = _Session(self._dispatcher, self._metrics, self._tracer, self._clock)
         stream = ServerStream(
             ROUTE,
             session.start,
@@ -69,7 +72,10 @@ def registration(servicer: RouterServicer) -> Callable[[grpc.aio.Server], None]:
 class _Session:
     """The requests of one Route stream."""
 
-    def __init__(self, dispatcher: Dispatcher, metrics: RouterMetrics, tracer: Tracer) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, metrics: RouterMetrics, tracer: Tracer, clock: Clock
+    ) -> None:
+        self._clock = clock
         self._dispatcher = dispatcher
         self._metrics = metrics
         self._tracer = tracer
@@ -80,14 +86,15 @@ class _Session:
         span = self._tracer.span(
             "route",
             call.context.traceparent,
-            {"gen_ai.request.model": message.model, "kvmesh.prompt_tokens": message.prompt_tokens},
+            {"kvmesh.prompt_tokens": message.prompt_tokens},
         )
         try:
             demand = _demand(message, call.context)
-            answer = partial(self._answer, call, span)
+            answer = partial(self._answer, call, span, message.model, self._clock.now())
             routed = self._dispatcher.submit(demand, call.context.deadline, answer)
-        except MeshError as error:
-            self._metrics.refused(error)
+        except BaseException as error:
+            if isinstance(error, MeshError):
+                self._metrics.refused(error)
             span.end(error)
             raise
         self._routed[call.stream_id] = routed
@@ -98,9 +105,17 @@ class _Session:
         for progress in message.progress:
             routed = self._routed.get(progress.stream_id)
             if routed is not None and progress.prefilled:
-                self._dispatcher.prefilled(routed)
+                known = progress.HasField("cached_tokens")
+                self._dispatcher.prefilled(routed, progress.cached_tokens if known else None)
 
-    def _answer(self, call: ServerCall, span: Span, result: Decision | MeshError) -> None:
+    def _answer(
+        self,
+        call: ServerCall,
+        span: Span,
+        model: str,
+        arrived: float,
+        result: Decision | MeshError,
+    ) -> None:
         if isinstance(result, MeshError):
             self._routed.pop(call.stream_id, None)
             self._metrics.refused(result)
@@ -109,7 +124,8 @@ class _Session:
             return
         entry = call.outbox.next().plans.add(stream_id=call.stream_id)
         plan_to_proto(result.plan, entry)
-        self._metrics.decided(result)
+        span.set("gen_ai.request.model", model)
+        self._metrics.decided(result, model, self._clock.now() - arrived)
         _describe(span, result)
         span.end()
 
@@ -128,22 +144,30 @@ def _demand(message: router_pb2.RouteStart, context: Context) -> Demand:
         model=message.model,
         prompt_tokens=message.prompt_tokens,
         max_tokens=message.max_tokens,
-        block_hashes=message.block_hashes,
+        block_hashes=tuple(message.block_hashes),
         block_size=message.block_size,
         excluded=frozenset(message.excluded_worker_ids),
         priority=context.priority,
+        session=message.session_key,
     )
 
 
 def _describe(span: Span, decision: Decision) -> None:
     plan = decision.plan
+    span.set("kvmesh.policy", decision.policy)
     span.set("kvmesh.decode_worker", plan.decode.id)
     span.set("kvmesh.expected_cached_tokens", plan.expected_cached_tokens)
     span.set("kvmesh.why", plan.why)
-    span.set("kvmesh.decode_candidates", [c.id for c in decision.decode_candidates])
-    span.set("kvmesh.decode_scores", [float(c.load_blocks) for c in decision.decode_candidates])
+    _describe_candidates(span, "decode", decision.decode_candidates, decision.decode_scores)
     if plan.prefill is not None:
         span.set("kvmesh.prefill_worker", plan.prefill.id)
-        span.set("kvmesh.prefill_candidates", [c.id for c in decision.prefill_candidates])
-        scores = [float(c.load_blocks) for c in decision.prefill_candidates]
-        span.set("kvmesh.prefill_scores", scores)
+        _describe_candidates(span, "prefill", decision.prefill_candidates, decision.prefill_scores)
+
+
+def _describe_candidates(
+    span: Span, role: str, candidates: Sequence[Candidate], scores: Sequence[float]
+) -> None:
+    """Show the best few."""
+    ranked = sorted(range(len(scores)), key=scores.__getitem__)[:SHOWN_CANDIDATES]
+    span.set(f"kvmesh.{role}_candidates", [candidates[at].id for at in ranked])
+    span.set(f"kvmesh.{role}_scores", [float(scores[at]) for at in ranked])

@@ -17,16 +17,21 @@ from kvmesh.types import (
     Member,
     Role,
     State,
-    Worker,
     WorkerEvent,
     WorkerNews,
 )
+from services.router.index import PrefixIndex, Recent
 from services.router.reservations import Ledger, Life
+from services.router.speed import Speeds
+from services.router.worker import REPORTS_TO_SETTLE, Expectation, WorkerState
 
 WORKER_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
 CAPACITY_LABEL = "max_requests"
 """Label of a registry entry with the worker's own limit of requests."""
+
+EVENTS_LABEL = "kv_events"
+"""Label of a registry entry: `no` where the worker does not tell what it has cached."""
 
 DEFAULT_MAX_CACHED_BLOCKS = 1 << 20
 """Hashes remembered of a worker that does not say how many blocks it has (~100 MB)."""
@@ -40,75 +45,6 @@ class Applied(Enum):
     STALE = "stale"
 
 
-class WorkerState:
-    """One life of one worker. Changed by `Fleet` only.
-
-    `others` are requests on the worker that this router did not place, `other_blocks`
-    the KV blocks they are thought to use: fixed at each report as what the worker
-    counted beyond the reservations that had reached it by then. So our own requests
-    count from the moment they are planned to the moment they end, and never twice.
-    `capacity` is its own limit of requests, 0 where it has none.
-    `epoch` is the member's or, where the registry does not know it, the worker's own word.
-    """
-
-    __slots__ = (
-        "cached",
-        "capacity",
-        "epoch",
-        "life",
-        "live",
-        "load",
-        "member",
-        "other_blocks",
-        "others",
-        "sequence",
-    )
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.capacity = 0
-        self.life = Life(member.id, member.epoch)
-        self.epoch = member.epoch
-        self.live = False
-        self.sequence = 0
-        self.load = Load()
-        self.others = 0
-        self.other_blocks = 0.0
-        self.cached: set[int] = set()
-
-    @property
-    def id(self) -> str:
-        """Its id in the registry."""
-        return self.member.id
-
-    @property
-    def routable(self) -> bool:
-        """Whether it may be given requests now."""
-        return self.live and self.member.state is State.READY
-
-    def reference(self) -> Worker:
-        """Return what a plan says of it."""
-        return Worker(self.member.id, self.epoch, self.member.address)
-
-    def cached_tokens(
-        self, block_hashes: Sequence[int], block_size: int, prompt_tokens: int
-    ) -> int:
-        """Return how many leading prompt tokens it is thought to have cached.
-
-        Whole blocks, and never the whole prompt: engines compute at least its last
-        token anew. 0 where the hashes are of another block size than the worker's.
-        """
-        if not self.cached or block_size <= 0 or block_size != self.member.block_size:
-            return 0
-        usable = max(0, prompt_tokens - 1) // block_size
-        blocks = 0
-        for block_hash in block_hashes[:usable]:
-            if block_hash not in self.cached:
-                break
-            blocks += 1
-        return blocks * block_size
-
-
 class Fleet:
     """Every worker that discovery lists, and what each told of itself."""
 
@@ -120,6 +56,10 @@ class Fleet:
         self._workers: dict[str, WorkerState] = {}
         self._routable: dict[tuple[str, Role], tuple[WorkerState, ...]] = {}
         self._models: set[str] = set()
+        self._indexes: dict[tuple[str, int], PrefixIndex] = {}
+        self.speeds = Speeds()
+        """How quickly workers compute prompts, from `computed`."""
+        self._token_bytes: dict[str, float] = {}
 
     def update(self, members: Iterable[Member]) -> None:
         """Take over a membership snapshot.
@@ -128,7 +68,7 @@ class Fleet:
         former life is forgotten. One that is no longer listed is forgotten but for its
         reservations: it may be finishing, and they end with their requests.
         """
-        known = self._workers
+        known = dict(self._workers)
         listed: dict[str, WorkerState] = {}
         for member in sorted(members, key=lambda m: m.id):
             if member.model:
@@ -136,15 +76,26 @@ class Fleet:
             if member.role not in WORKER_ROLES:
                 continue
             worker = known.get(member.id)
-            if worker is None or worker.life.epoch != member.epoch:
-                if worker is not None:
+            if worker is None or not _same(worker.member, member):
+                if worker is not None and worker.life.epoch != member.epoch:
                     self._ledger.forget(worker.life)
-                worker = WorkerState(member)
+                worker = WorkerState(member, self._index_of(member))
+            else:
+                del known[member.id]
             worker.member = member
             worker.capacity = _capacity(member)
+            worker.total_blocks = member.total_blocks
+            if member.labels.get(EVENTS_LABEL) != "no":
+                worker.recent = None
+            elif worker.recent is None:
+                worker.recent = Recent(self._approximate_bound(member))
             listed[member.id] = worker
+        for gone in known.values():
+            self._forget_cache(gone)
+            gone.index = None
         self._workers = listed
         self._routable.clear()
+        self._indexes = {key: index for key, index in self._indexes.items() if not index.empty}
 
     def knows_model(self, model: str) -> bool:
         """Return whether any process has ever announced the model."""
@@ -171,6 +122,23 @@ class Fleet:
                 self._routable[model, role] = pool
         return pool
 
+    def index(self, model: str, block_size: int) -> PrefixIndex | None:
+        """Return the caches of a model's workers of one block size; None if there are none."""
+        return self._indexes.get((model, block_size))
+
+    def indexes(self) -> tuple[PrefixIndex, ...]:
+        """Return all indexes."""
+        return tuple(self._indexes.values())
+
+    def expect(
+        self, worker: WorkerState, hashes: Sequence[int], block_size: int
+    ) -> Expectation | None:
+        """Count a planned prompt's blocks as the worker's; None where that can't be told."""
+        index = worker.index
+        if index is None or not hashes or block_size != worker.member.block_size:
+            return None
+        return Expectation(worker, index, hashes, self._bound(worker.member))
+
     def find(self, life: Life) -> WorkerState | None:
         """Return the worker if this life of it is the one listed now."""
         worker = self._workers.get(life.worker_id)
@@ -194,14 +162,30 @@ class Fleet:
         worker.sequence = news.sequence
         for event in news.events:
             self._take(worker, event)
+        worker.reports += 1
+        worker.prefill_us = self.speeds.drifted(worker.pool, worker.prefill_us)
+        worker.settle(worker.reports)
+        if worker.index is not None:
+            worker.index.sweep()
         return Applied.OK
+
+    def token_bytes(self, model: str) -> float:
+        """Return how large a token's KV is, as tickets were reported; 0: none was yet."""
+        return self._token_bytes.get(model, 0.0)
+
+    def computed(self, life: Life, tokens: float, seconds: float) -> None:
+        """Learn from how long a life had for a prompt and what was queued before it."""
+        worker = self.find(life)
+        if worker is not None:
+            known = worker.prefill_us
+            worker.prefill_us = self.speeds.learned(worker.pool, known, tokens, seconds)
 
     def suspect(self, life: Life) -> None:
         """Take a worker out of routing until its next snapshot: its stream broke."""
         worker = self.find(life)
         if worker is not None and worker.live:
             worker.live = False
-            worker.cached.clear()
+            self._renew_cache(worker)
             self._routable.clear()
 
     def _begin(self, worker: WorkerState, epoch: str) -> None:
@@ -209,7 +193,7 @@ class Fleet:
             # A registry without epochs lists the next life under the same name.
             self._ledger.forget(worker.life)
         worker.epoch = epoch
-        worker.cached.clear()
+        self._renew_cache(worker)
         if not worker.live:
             worker.live = True
             self._routable.clear()
@@ -221,11 +205,12 @@ class Fleet:
             case BlocksStored(hashes):
                 self._remember(worker, hashes)
             case BlocksRemoved(hashes):
-                worker.cached.difference_update(hashes)
+                if worker.index is not None:
+                    worker.index.remove(worker.seat, hashes)
             case BlocksCleared():
-                worker.cached.clear()
+                self._renew_cache(worker)
             case CacheSnapshot(hashes):
-                worker.cached.clear()
+                self._renew_cache(worker)
                 self._remember(worker, hashes)
 
     def _take_load(self, worker: WorkerState, load: Load) -> None:
@@ -234,10 +219,31 @@ class Fleet:
         worker.others = max(0, reported - self._ledger.held(worker.life).present)
         per_request = (load.used_blocks - load.ticket_blocks) / max(1, load.running)
         worker.other_blocks = worker.others * max(1.0, per_request)
+        if load.ticket_blocks:
+            tokens = load.ticket_blocks * worker.block_size
+            self._token_bytes[worker.member.model] = load.ticket_bytes / tokens
 
     def _remember(self, worker: WorkerState, hashes: Sequence[int]) -> None:
-        room = max(0, self._bound(worker.member) - len(worker.cached))
-        worker.cached.update(hashes if len(hashes) <= room else hashes[:room])
+        if worker.index is not None and worker.recent is None:
+            worker.index.store(worker.seat, hashes, self._bound(worker.member))
+
+    def _renew_cache(self, worker: WorkerState) -> None:
+        """Start a worker's cache from nothing, on a seat of its own."""
+        self._forget_cache(worker)
+        if worker.index is not None:
+            worker.seat = worker.index.open()
+        if worker.recent is not None:
+            worker.recent = Recent(self._approximate_bound(worker.member))
+
+    def _forget_cache(self, worker: WorkerState) -> None:
+        worker.settle(worker.reports + REPORTS_TO_SETTLE)
+        if worker.index is not None:
+            worker.index.close(worker.seat)
+
+    def _index_of(self, member: Member) -> PrefixIndex | None:
+        if member.block_size <= 0:
+            return None
+        return self._indexes.setdefault((member.model, member.block_size), PrefixIndex())
 
     def _bound(self, member: Member) -> int:
         """Return how many hashes to remember: twice what fits, as stores may be told
@@ -245,7 +251,19 @@ class Fleet:
         """
         return min(2 * member.total_blocks or self._max_cached_blocks, self._max_cached_blocks)
 
+    def _approximate_bound(self, member: Member) -> int:
+        return min(member.total_blocks or self._max_cached_blocks, self._max_cached_blocks)
+
 
 def _capacity(member: Member) -> int:
     label = member.labels.get(CAPACITY_LABEL, "")
     return int(label) if label.isdecimal() else 0
+
+
+def _same(known: Member, member: Member) -> bool:
+    """Return whether what is known of a worker's cache is still good."""
+    return (known.epoch, known.model, known.block_size) == (
+        member.epoch,
+        member.model,
+        member.block_size,
+    )

@@ -164,7 +164,14 @@ def ask(peer: Peer, prompt_tokens: int = 10, *, model: str = "m", **fields: Any)
     query = {"max_tokens": 16, "block_hashes": (), "block_size": 16}
     excluded = fields.pop("excluded", ())
     hashes = fields.pop("block_hashes", ())
-    full = RouteQuery(model, prompt_tokens, **(query | {"block_hashes": hashes}), excluded=excluded)
+    session = fields.pop("session", "")
+    full = RouteQuery(
+        model,
+        prompt_tokens,
+        **(query | {"block_hashes": hashes}),
+        excluded=excluded,
+        session=session,
+    )
     return route(peer, full, context(**fields), CLOCK)
 
 
@@ -381,7 +388,62 @@ async def test_a_decision_is_a_span_of_the_requests_trace() -> None:
         assert span.context is not None
         assert f"{span.context.trace_id:032x}" in parent
         assert span.name == "route"
+        assert attributes["kvmesh.policy"] == "kv"
         assert attributes["kvmesh.decode_candidates"] == ("d0", "d1")
-        assert attributes["kvmesh.decode_scores"] == (0.0, 0.0)
+        assert attributes["kvmesh.decode_scores"] == pytest.approx((0.015, 0.015))
         assert attributes["kvmesh.decode_worker"] == answer.decode.id
         assert attributes["kvmesh.prefill_worker"] == "p0"
+
+
+async def test_a_session_stays_on_its_worker() -> None:
+    async with router(routing=RoutingConfig(policy="session")) as mesh:
+        await mesh.add("d0", "d1", "d2", "d3")
+        peer = await mesh.client()
+        homes = set()
+        for session in ("alice", "bob", "carol", "dave", "erin"):
+            used = set()
+            for _ in range(3):
+                async with ask(peer, session=session) as call:
+                    used.add((await plan(call)).decode.id)
+            assert len(used) == 1
+            homes |= used
+
+    assert len(homes) > 1
+
+
+async def test_requests_with_a_new_prefix_follow_the_first_of_them() -> None:
+    async with router() as mesh:
+        await mesh.add("d0", "d1", "d2", "d3")
+        peer = await mesh.client()
+        hashes = list(range(100))
+        async with ask(peer, 1601, block_hashes=hashes) as first:
+            home = (await plan(first)).decode.id
+            async with ask(peer, 1650, block_hashes=[*hashes, 200]) as second:
+                answer = await plan(second)
+
+    assert answer.decode.id == home
+    assert answer.expected_cached_tokens == 1600
+
+
+async def test_a_worker_whose_cache_hits_are_not_those_expected_is_flagged() -> None:
+    async with router() as mesh:
+        await mesh.add("d0")
+        peer = await mesh.client()
+        hashes = list(range(100, 110))
+        for number in range(12):
+            async with ask(peer, 161, block_hashes=hashes) as call:
+                await plan(call)
+                call.prefilled()
+                call.prefilled(cached_tokens=144)
+                await mesh.until(
+                    lambda n=number: (
+                        mesh.metric("kvmesh_router_prompt_tokens_total")  # type: ignore[misc]
+                        == 161 * (n + 1)
+                    )
+                )
+            hashes = [block + 1000 for block in hashes]
+
+        assert mesh.metric("kvmesh_router_flagged", worker="d0") == 1
+        assert mesh.metric("kvmesh_router_disagreements_total") == 12
+        assert mesh.metric("kvmesh_router_cached_tokens_total") == 12 * 144
+        assert mesh.metric("kvmesh_router_expected_cached_tokens_total") == 0

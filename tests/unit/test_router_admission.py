@@ -18,7 +18,8 @@ from kvmesh.types import Load, Member, Role, State, WorkerNews
 from services.router.admission import Admission, QueueConfig, Waiter
 from services.router.dispatcher import Dispatcher
 from services.router.planner import Decision, Planner, RoutingConfig
-from services.router.policy import Demand, LeastLoaded
+from services.router.plugins import Policies
+from services.router.policy import Demand
 from services.router.reservations import Ledger, Life
 from services.router.state import Fleet
 
@@ -50,7 +51,7 @@ class Rig:
             self.fleet,
             self.ledger,
             RoutingConfig(max_requests_per_worker=1),
-            LeastLoaded,
+            Policies("least_loaded"),
             random.Random(3),
         )
         self.admission = Admission(

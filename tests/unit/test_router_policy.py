@@ -3,14 +3,16 @@
 import random
 from collections import Counter
 from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
 
 import pytest
 
 from kvmesh.config import ConfigError
 from kvmesh.types import BlocksStored, Load, Member, Role, State, WorkerNews
-from services.router import policy
-from services.router.planner import Blocked, Decision, Planner, RoutingConfig
-from services.router.policy import Demand, find_policy
+from services.router import plugins, policies
+from services.router.planner import Blocked, Decision, Planner, Prefill, RoutingConfig
+from services.router.plugins import Policies, find_policy
+from services.router.policy import Demand
 from services.router.reservations import Ledger, Life
 from services.router.state import Fleet
 
@@ -31,7 +33,7 @@ def worker(name: str, role: Role = Role.DECODE, **fields: object) -> Member:
 class Rig:
     """A fleet of live workers with a planner in front."""
 
-    def __init__(self, *members: Member, by: str = "least_loaded", **routing: int) -> None:
+    def __init__(self, *members: Member, by: str = "least_loaded", **routing: Any) -> None:
         self.ledger = Ledger()
         self.fleet = Fleet(self.ledger)
         self.fleet.update(members)
@@ -41,7 +43,7 @@ class Rig:
             self.fleet,
             self.ledger,
             RoutingConfig(policy=by, **routing),
-            find_policy(by),
+            Policies(by),
             random.Random(7),
         )
 
@@ -226,11 +228,67 @@ def test_prefill_work_weighs_until_it_is_done() -> None:
     assert fourth.id == first.plan.prefill.id
 
 
+def test_by_cost_an_idle_decode_worker_prefills_and_a_busy_one_has_it_done() -> None:
+    rig = Rig(worker("d0"), worker("p0", Role.PREFILL), prefill=Prefill.AUTO)
+    idle = rig.plan(1000)
+    assert idle.plan.prefill is None
+    rig.ledger.prefilled(idle.reservation)
+
+    rig.tell("d0", 2, Load(running=10, used_blocks=100, total_blocks=1000))
+    rig.tell("p0", 2, Load(ticket_blocks=1, ticket_bytes=16_000))
+    busy = [rig.plan(1000) for _ in range(40)]
+
+    assert busy[0].plan.prefill is not None
+    assert busy[0].reservation.prefill == Life("p0", "e1")
+    # Its queue grows with each, until waiting there is no better.
+    remote = [decision.plan.prefill is not None for decision in busy]
+    assert remote.index(False) > 20
+
+
+def test_prefill_can_be_kept_local() -> None:
+    rig = Rig(worker("d0"), worker("p0", Role.PREFILL), prefill=Prefill.LOCAL)
+    rig.tell("d0", 2, Load(running=10, used_blocks=100, total_blocks=1000))
+
+    assert rig.plan(1000).plan.prefill is None
+
+
+def test_prefill_workers_are_not_charged_for_decoding() -> None:
+    rig = Rig(worker("d0"), worker("p0", Role.PREFILL))
+    decision = rig.plan(1000)
+
+    (candidate,) = decision.prefill_candidates
+    assert candidate.work.completion == 0
+    assert decision.chosen is candidate.work
+
+
+def test_kv_does_not_pile_requests_with_one_prefix_up_on_one_worker() -> None:
+    rig = Rig(*(worker(f"d{n}") for n in range(4)), by="kv")
+    hashes = tuple(range(50))
+    rig.tell("d2", 2, BlocksStored(hashes))
+
+    share = Counter(
+        rig.plan(830, block_hashes=hashes, block_size=16).plan.decode.id for _ in range(200)
+    )
+
+    assert share.most_common(1)[0][0] == "d2"
+    assert max(share.values()) <= 2 * 200 / 4
+
+
 def test_hashes_of_another_block_size_count_for_nothing() -> None:
     rig = Rig(worker("d0"))
     rig.tell("d0", 2, BlocksStored((0, 1)))
 
     assert rig.plan(100, block_hashes=(0, 1), block_size=32).plan.expected_cached_tokens == 0
+
+
+def test_a_worker_of_another_block_size_has_none_of_the_hits_of_others() -> None:
+    rig = Rig(worker("d0"), worker("d1", block_size=32), by="kv")
+    rig.tell("d0", 2, BlocksStored((0, 1)))
+    rig.tell("d1", 2, BlocksStored((7, 8)))
+
+    decision = rig.plan(100, block_hashes=(0, 1), block_size=16)
+
+    assert [c.cached_tokens for c in decision.decode_candidates] == [32, 0]
 
 
 def test_a_wholly_cached_prompt_still_leaves_its_last_token() -> None:
@@ -243,14 +301,14 @@ def test_a_wholly_cached_prompt_still_leaves_its_last_token() -> None:
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="least_loaded, round_robin"):
+    with pytest.raises(ConfigError, match="kv, least_loaded, power_of_two"):
         find_policy("fastest")
 
 
 def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("turns", "services.router.policy:RoundRobin", "kvmesh.policies")
+    point = EntryPoint("turns", "services.router.policies:RoundRobin", "kvmesh.policies")
     monkeypatch.setattr(
-        policy, "entry_points", lambda group: EntryPoints([point]).select(group=group)
+        plugins, "entry_points", lambda group: EntryPoints([point]).select(group=group)
     )
 
-    assert find_policy("turns") is policy.RoundRobin
+    assert find_policy("turns") is policies.RoundRobin

@@ -16,8 +16,9 @@ from kvmesh.types import (
     WorkerEvent,
     WorkerNews,
 )
-from services.router.reservations import Ledger, Life
-from services.router.state import Applied, Fleet, WorkerState
+from services.router.reservations import Ledger, Life, Reservation
+from services.router.state import Applied, Fleet
+from services.router.worker import WorkerState
 
 D0 = Life("d0", "e1")
 
@@ -250,3 +251,143 @@ def test_a_reservation_moves_from_prefill_to_decode_and_ends() -> None:
     ledger.prefilled(reservation)
     assert ledger.lives() == ()
     assert ledger.active == 0
+
+
+def overlap(fleet: Fleet, *hashes: int) -> int:
+    index = fleet.index("m", 16)
+    assert index is not None
+    return index.overlaps(hashes).get(state(fleet).seat, 0)
+
+
+def place(fleet: Fleet, ledger: Ledger, *hashes: int) -> Reservation:
+    reservation = ledger.reserve(D0, 5, None, 3)
+    expected = fleet.expect(state(fleet), hashes, 16)
+    assert expected is not None
+    reservation.expected = [expected]
+    return reservation
+
+
+def test_what_a_placed_prompt_will_cache_counts_from_its_plan(fleet: Fleet, ledger: Ledger) -> None:
+    tell(fleet, D0, 1)
+    first = place(fleet, ledger, 1, 2, 3)
+    assert overlap(fleet, 1, 2, 3, 4) == 3
+
+    ledger.prefilled(first)
+    tell(fleet, D0, 2)
+    assert overlap(fleet, 1, 2, 3, 4) == 3
+    tell(fleet, D0, 3, [BlocksStored((1, 2))])
+    assert overlap(fleet, 1, 2, 3, 4) == 2
+    ledger.release(first)
+    assert state(fleet).cached == {1, 2}
+
+
+def test_what_a_cancelled_prompt_would_have_cached_does_not_count(
+    fleet: Fleet, ledger: Ledger
+) -> None:
+    tell(fleet, D0, 1, [BlocksStored((1,))])
+    ledger.release(place(fleet, ledger, 1, 2, 3))
+
+    assert overlap(fleet, 1, 2, 3) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_expected_of_a_cache_that_was_lost(
+    fleet: Fleet, ledger: Ledger, when: str
+) -> None:
+    tell(fleet, D0, 1)
+    reservation = place(fleet, ledger, 1, 2, 3)
+    if when == "after":
+        ledger.prefilled(reservation)
+    fleet.suspect(D0)
+    tell(fleet, D0, 1)
+
+    assert overlap(fleet, 1, 2, 3) == 0
+    ledger.prefilled(reservation)
+    ledger.release(reservation)
+    assert overlap(fleet, 1, 2, 3) == 0
+    assert [index.expected for index in fleet.indexes()] == [0]
+
+
+def test_a_worker_without_events_is_known_by_what_was_placed_on_it(ledger: Ledger) -> None:
+    fleet = Fleet(ledger)
+    fleet.update([member(labels={"kv_events": "no"}, total_blocks=4)])
+    tell(fleet, D0, 1, [CacheSnapshot(())])
+    for hashes in ((1, 2, 3), (1, 2, 4)):
+        reservation = place(fleet, ledger, *hashes)
+        ledger.prefilled(reservation)
+        ledger.release(reservation)
+    for sequence in range(2, 9):
+        tell(fleet, D0, sequence, [Load()])
+    assert state(fleet).cached == {1, 2, 3, 4}
+
+    ledger.prefilled(place(fleet, ledger, 1, 2, 5))
+    assert state(fleet).cached == {1, 2, 4, 5}
+    fleet.suspect(D0)
+    assert state(fleet).cached == set()
+
+
+def test_workers_of_another_model_or_block_size_have_another_index(ledger: Ledger) -> None:
+    fleet = Fleet(ledger)
+    fleet.update([member(), member("d1", block_size=32), member("d2", model="other")])
+    for name in ("d0", "d1", "d2"):
+        tell(fleet, Life(name, "e1"), 1, [BlocksStored((1,))])
+
+    assert len({id(index) for index in fleet.indexes()}) == 3
+    assert overlap(fleet, 1) == 1
+    assert fleet.index("m", 8) is None
+    fleet.update([member()])
+    assert fleet.index("other", 16) is None
+    assert fleet.index("m", 32) is None
+
+
+def test_a_worker_that_leaves_frees_its_part_of_the_index(fleet: Fleet) -> None:
+    fleet.update([member(), member("d1")])
+    tell(fleet, D0, 1, [BlocksStored((1, 2))])
+    tell(fleet, Life("d1", "e1"), 1, [BlocksStored((2, 3))])
+
+    fleet.update([member()])
+    assert overlap(fleet, 1, 2, 3) == 2
+    tell(fleet, D0, 2)
+    (index,) = fleet.indexes()
+    assert len(index) == 2
+
+
+def test_the_time_of_a_prompt_token_is_learned_for_each_worker(fleet: Fleet) -> None:
+    fleet.update([member(), member("d1")])
+    for _ in range(40):
+        fleet.computed(D0, 1000, 0.5)
+        fleet.computed(Life("d1", "e1"), 1000, 0.1)
+
+    assert state(fleet).prefill_us == pytest.approx(500, rel=0.05)
+    assert state(fleet, Life("d1", "e1")).prefill_us == pytest.approx(100, rel=0.05)
+    assert 100 < fleet.speeds.typical(("m", Role.DECODE)) < 500
+
+
+def test_short_prompts_teach_nothing_and_a_stall_not_much(fleet: Fleet) -> None:
+    fleet.computed(D0, 20, 3.0)
+    assert state(fleet).prefill_us == 0
+
+    fleet.computed(D0, 1000, 0.1)
+    fleet.computed(D0, 1000, 60.0)
+    assert state(fleet).prefill_us < 300
+
+
+def test_a_slow_time_is_forgotten_with_the_reports(fleet: Fleet) -> None:
+    fleet.update([member(), member("d1")])
+    for _ in range(100):
+        fleet.computed(Life("d1", "e1"), 1000, 0.1)
+    fleet.computed(D0, 1000, 0.8)
+    slow = state(fleet).prefill_us
+
+    for sequence in range(1, 2000):
+        tell(fleet, D0, sequence)
+
+    assert state(fleet).prefill_us < 1.1 * fleet.speeds.typical(("m", Role.DECODE)) < slow
+
+
+def test_the_size_of_kv_is_read_from_tickets(fleet: Fleet) -> None:
+    assert fleet.token_bytes("m") == 0
+    tell(fleet, D0, 1, [Load(used_blocks=2, ticket_blocks=2, ticket_bytes=64_000)])
+    tell(fleet, D0, 2, [Load()])
+
+    assert fleet.token_bytes("m") == 2000

@@ -15,9 +15,12 @@ from kvmesh.errors import OverloadedError, UnknownModelError
 from kvmesh.types import BlocksStored, Load, Member, Role, State, WorkerNews
 from services.router.admission import Admission, QueueConfig, Waiter
 from services.router.planner import Decision, Planner, RoutingConfig
-from services.router.policy import Demand, LeastLoaded, Policy, RoundRobin
+from services.router.plugins import Policies
+from services.router.policies import BUILT_IN
+from services.router.policy import Demand
 from services.router.reservations import Ledger, Life
 from services.router.state import Fleet
+from services.router.worker import REPORTS_TO_SETTLE
 
 CAP = 3
 NAMES = ("d0", "d1", "d2", "p0", "p1")
@@ -42,10 +45,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.waiters: list[Waiter] = []
         self.sequence: dict[Life, int] = {}
 
-    @initialize(policy=st.sampled_from([LeastLoaded, RoundRobin]), seed=st.integers(0, 9))
-    def build(self, policy: type[Policy], seed: int) -> None:
+    @initialize(policy=st.sampled_from(sorted(BUILT_IN)), seed=st.integers(0, 9))
+    def build(self, policy: str, seed: int) -> None:
         routing = RoutingConfig(max_requests_per_worker=CAP)
-        planner = Planner(self.fleet, self.ledger, routing, policy, random.Random(seed))
+        planner = Planner(self.fleet, self.ledger, routing, Policies(policy), random.Random(seed))
         self.admission = Admission(self.fleet, planner, QueueConfig(max_requests=6))
         self.listed = set(NAMES)
         self.tell_members()
@@ -220,6 +223,11 @@ class RouterMachine(RuleBasedStateMachine):
             self.ledger.release(planned.decision.reservation)
         assert self.ledger.active == 0
         assert self.ledger.lives() == ()
+        for name in NAMES:
+            for _ in range(REPORTS_TO_SETTLE):
+                self.report(name, 0, 0, 0, lost=False)
+        for index in self.fleet.indexes():
+            assert index.expected == 0
         if hasattr(self, "admission"):
             assert self.admission.waiting == 0
             assert self.admission.next_expiry() is None

@@ -14,7 +14,7 @@ from kvmesh.types import BlocksStored, Member, Role, State, Worker, WorkerEvent,
 from services.router.admission import Admission, QueueConfig
 from services.router.dispatcher import Dispatcher
 from services.router.planner import Planner, RoutingConfig
-from services.router.policy import LeastLoaded
+from services.router.plugins import Policies
 from services.router.reservations import Ledger, Life
 from services.router.state import Applied, Fleet
 from services.router.watcher import WatchConfig, Watchers
@@ -67,7 +67,7 @@ class Watched(Dispatcher):
 
     def __init__(self, fleet: Fleet, ledger: Ledger, workers: Workers) -> None:
         routing = RoutingConfig()
-        planner = Planner(fleet, ledger, routing, LeastLoaded, random.Random(1))
+        planner = Planner(fleet, ledger, routing, Policies("least_loaded"), random.Random(1))
         super().__init__(fleet, ledger, Admission(fleet, planner, QueueConfig()), SystemClock())
         self.fleet = fleet
         self.suspected = 0

@@ -120,7 +120,7 @@ def table(fields: tuple[Field, ...]) -> dict[str, Any]:
     schema: dict[str, Any] = {
         "type": "object",
         "properties": {one.name: one.schema() for one in fields},
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},  # null is the same as absent
     }
     required = [one.name for one in fields if one.required]
     return {**schema, "required": required} if required else schema

@@ -1,0 +1,154 @@
+"""What placing a request on a worker costs, in seconds. Pure formulas, no state.
+
+Two kinds of seconds are added up: those that the request itself waits for its first token,
+and those by which it makes others wait. All figures are estimates for comparing workers
+with each other: the constants need to be right in proportion only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MICRO = 1e-6
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class CostConfig:
+    """What work costs on a worker of whom nothing better is known, and what counts how much."""
+
+    prefill_us_per_token: float = field(
+        default=100.0, metadata={"help": "microseconds to compute a prompt token", "min": 0.0}
+    )
+    decode_us_per_request: float = field(
+        default=20.0,
+        metadata={"help": "microseconds that a request adds to each decode step", "min": 0.0},
+    )
+    decode_us_per_token: float = field(
+        default=0.01,
+        metadata={"help": "microseconds that a token of KV adds to each decode step", "min": 0.0},
+    )
+    work: float = field(
+        default=0.5,
+        metadata={"help": "weight of the time that a prefill takes from later ones", "min": 0.0},
+    )
+    interference: float = field(
+        default=0.2,
+        metadata={"help": "weight of the time that a prefill holds running decodes up", "min": 0.0},
+    )
+    stall: float = field(
+        default=3.0,
+        metadata={"help": "the same, where a prefill worker could spare it them", "min": 0.0},
+    )
+    eviction: float = field(
+        default=0.5,
+        metadata={"help": "chance that an evicted block is to be computed again", "min": 0.0},
+    )
+    transfer_ms: float = field(
+        default=2.0, metadata={"help": "milliseconds of a KV hand-off of any size", "min": 0.0}
+    )
+    transfer_gb_per_second: float = field(
+        default=1.0, metadata={"help": "gigabytes of KV moved per second", "min": 0.001}
+    )
+    kv_bytes_per_token: float = field(
+        default=65536.0,
+        metadata={"help": "bytes of a token's KV, until workers report some", "min": 0.0},
+    )
+    temperature: float = field(
+        default=0.0,
+        metadata={"help": "how much chance goes into a pick; 0: the cheapest worker", "min": 0.0},
+    )
+
+
+class Work(NamedTuple):
+    """A request on one worker, and what that worker has to do besides. All >= 0.
+
+    `uncached` prompt tokens are to be computed and `queued` ones before them, in
+    `prefill_us` microseconds each. `decoding` requests hold `held_tokens` of KV there.
+    `completion` tokens will be decoded. `evicted` cached tokens make room for the request.
+    """
+
+    uncached: float
+    queued: float
+    decoding: float
+    held_tokens: float
+    completion: float
+    evicted: float
+    prefill_us: float
+
+
+def first_token_seconds(work: Work) -> float:
+    """Return how long a prompt takes to be computed: (queued + uncached) x prefill time."""
+    return (work.queued + work.uncached) * work.prefill_us * MICRO
+
+
+def work_seconds(work: Work, costs: CostConfig) -> float:
+    """Return how much a prefill costs those that come after it: weight x uncached x prefill time.
+
+    Computing what is cached elsewhere is quicker than waiting there, at times, but it
+    keeps a worker busy for nothing.
+    """
+    return costs.work * work.uncached * work.prefill_us * MICRO
+
+
+def interference_seconds(work: Work, weight: float) -> float:
+    """Return how much a prefill costs those that decode beside it.
+
+    weight x decoding x uncached x prefill time: each of them waits once through it.
+    """
+    return weight * work.decoding * work.uncached * work.prefill_us * MICRO
+
+
+def decode_seconds(work: Work, costs: CostConfig) -> float:
+    """Return how much longer the completion takes for those who decode already.
+
+    completion x (decoding x time per request + held tokens x time per token of KV).
+    """
+    step = work.decoding * costs.decode_us_per_request
+    step += work.held_tokens * costs.decode_us_per_token
+    return work.completion * step * MICRO
+
+
+def eviction_seconds(work: Work, costs: CostConfig) -> float:
+    """Return what is to be computed again later: chance x evicted x prefill time."""
+    return costs.eviction * work.evicted * work.prefill_us * MICRO
+
+
+def placement_seconds(works: Iterable[Work], costs: CostConfig) -> list[float]:
+    """Return what a request costs on each of many workers that prefill and decode it.
+
+    The sum of first token, work, interference, decode and eviction, in one pass: this is done
+    for every worker and every request.
+    """
+    own, interference, eviction = 1 + costs.work, costs.interference, costs.eviction
+    per_request, per_token = costs.decode_us_per_request, costs.decode_us_per_token
+    return [
+        MICRO
+        * (
+            (queued + uncached * (own + interference * decoding) + eviction * evicted) * prefill_us
+            + completion * (decoding * per_request + held * per_token)
+        )
+        for uncached, queued, decoding, held, completion, evicted, prefill_us in works
+    ]
+
+
+def transfer_seconds(tokens: float, token_bytes: float, costs: CostConfig) -> float:
+    """Return how long a prompt's KV takes from one worker to another.
+
+    fixed part + tokens x bytes per token / bandwidth.
+    """
+    moved = tokens * token_bytes / (costs.transfer_gb_per_second * GIGA)
+    return costs.transfer_ms / 1000 + moved
+
+
+def prefill_remotely(local: Work, remote: Work, token_bytes: float, costs: CostConfig) -> bool:
+    """Return whether a prompt is better computed on the prefill worker.
+
+    By time to the first token, and by what the prefill costs those that decode beside it:
+    remote first token + transfer < local first token + interference, which weighs `stall`
+    here: between decode workers it has to happen somewhere, here it has not. Equal: locally.
+    What is uncached on the decode worker is moved, `token_bytes` for each token.
+    """
+    here = first_token_seconds(local) + interference_seconds(local, costs.stall)
+    there = first_token_seconds(remote) + transfer_seconds(local.uncached, token_bytes, costs)
+    return there < here
