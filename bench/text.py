@@ -102,17 +102,23 @@ def _compare(
     if pairs:
         ratios = [sum(one.values()) / sum(other.values()) for one, other in pairs]
         row["ratio"] = statistics.median(ratios)
+        for role in ROLES:
+            row[f"{role}_ratio"] = statistics.median(
+                one[role] / other[role] for one, other in pairs
+            )
     return row
 
 
 def _table(results: Mapping[str, Mapping[str, float]]) -> str:
     lines = [
-        "| | tokenizer us/token | frontend us/token | to the other |",
-        "|---|---|---|---|",
+        "| | tokenizer us/token | frontend us/token | to the other: both | tokenizer | frontend |",
+        "|---|---|---|---|---|---|",
     ]
     for name, row in results.items():
-        ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-        lines.append(f"| {name} | {row['tokenizer']:.1f} | {row['frontend']:.1f} | {ratio} |")
+        ratios = [row.get(key) for key in ("ratio", "tokenizer_ratio", "frontend_ratio")]
+        cells = [f"{row['tokenizer']:.1f}", f"{row['frontend']:.1f}"]
+        cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

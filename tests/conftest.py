@@ -12,7 +12,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fuzz-requests",
         type=int,
         metavar="N",
-        help="requests that each fuzzer sends, at random; default: a few, the same every time",
+        help="requests that the fuzzers of each API send, at random; default: a few, not random",
     )
 
 

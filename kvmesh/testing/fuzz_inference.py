@@ -1,8 +1,11 @@
 """What fuzzers say to the public gRPC service: right, nearly right, and anything at all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import grpc
+from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from kvmesh.testing.fuzz_proto import Likely, broken, messages
@@ -47,6 +50,26 @@ def conversations(draw: st.DrawFn) -> list[bytes]:
     if _rarely(draw, 10):
         data.insert(draw(st.integers(0, len(data))), draw(broken(st.sampled_from(said or [first]))))
     return data
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How a conversation must end, the ids started before that, and the messages it takes."""
+
+    code: grpc.StatusCode
+    started: list[int]
+    taken: int
+
+
+def expected(said: Sequence[bytes]) -> Expected:
+    """Return what the protocol at `Open` makes of a conversation."""
+    started: list[int] = []
+    for at, data in enumerate(said):
+        code = _heard(data, started, first=at == 0)
+        if code is not grpc.StatusCode.OK:
+            return Expected(code, started, at + 1)
+    code = grpc.StatusCode.OK if said else grpc.StatusCode.FAILED_PRECONDITION
+    return Expected(code, started, len(said))
 
 
 _PRINTABLE = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=300)
@@ -160,3 +183,22 @@ def _batches(draw: st.DrawFn, ids: Iterator[int]) -> Any:
 def _rarely(draw: st.DrawFn, one_in: int) -> bool:
     # The greatest number: hypothesis likes the least.
     return draw(st.integers(1, one_in)) == one_in
+
+
+def _heard(data: bytes, started: list[int], *, first: bool) -> grpc.StatusCode:
+    """Return what one message makes of a stream; adds to `started`."""
+    try:
+        message = inference_pb2.MultiplexGenerateRequest.FromString(data)
+    except DecodeError:
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if first:
+        alone = [one.name for one, _ in message.ListFields()] == ["open"]
+        ok = alone and message.open.schema_revision
+        return grpc.StatusCode.OK if ok else grpc.StatusCode.FAILED_PRECONDITION
+    if message.HasField("open"):
+        return grpc.StatusCode.FAILED_PRECONDITION
+    for start in message.starts:
+        if start.stream_id <= max(started, default=0):
+            return grpc.StatusCode.FAILED_PRECONDITION
+        started.append(start.stream_id)
+    return grpc.StatusCode.OK

@@ -105,6 +105,45 @@ async def test_errors_of_unary_calls_name_the_field_and_hide_bugs() -> None:
         assert "secret" not in (caught.value.details() or "")
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"{SERVICE}/ReleaseKv",
+        f"{SERVICE}/WatchEvents",
+        "grpc.health.v1.Health/Check",
+        "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_bytes_that_are_no_message_are_a_bad_request(method: str) -> None:
+    async with (
+        serving(Worker()) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        call = channel.stream_stream(f"/{method}")(iter([b"\xff\xff"]), timeout=10)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert type(from_rpc_error(caught.value)) is InvalidRequestError
+
+
+async def test_a_deadline_while_an_error_is_told_does_not_tell_it_twice(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        serving(Worker()) as server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        for _ in range(100):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await release(channel, "invalid", timeout=0.001)
+            assert caught.value.code() in {
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+            }
+        assert (await release(channel, "fine")).released
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_a_failed_stream_ends_with_its_status_after_what_it_sent() -> None:
     async with (
         serving(Worker()) as server,

@@ -125,10 +125,14 @@ async def soak(client: httpx.AsyncClient, seed: int, requests: int) -> None:
 
 
 def samples(node: Node) -> dict[str, float]:
-    """A process's metrics that have no labels, by name."""
-    lines = node.process.telemetry.render().decode().splitlines()
-    pairs = [line.split() for line in lines if "{" not in line and not line.startswith("#")]
-    return {name: float(value) for name, value in pairs}
+    """A process's metrics, labels summed up, by name."""
+    sums: dict[str, float] = {}
+    for line in node.process.telemetry.render().decode().splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
 
 
 def held(running: Mesh) -> dict[str, float]:

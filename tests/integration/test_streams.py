@@ -307,6 +307,9 @@ async def test_a_broken_protocol_ends_the_rpc_with_a_status() -> None:
         assert await raw(peer, started(1)) is failed
         assert await raw(peer, opened(0)) is failed
         assert await raw(peer, opened(), opened()) is failed
+        both = opened()
+        both.starts.extend(started(1).starts)
+        assert await raw(peer, both) is failed
         assert await raw(peer, opened(), started(1), started(1)) is failed
         assert await raw(peer, opened(), started(1), started(2)) is grpc.StatusCode.OK
         assert await raw(peer, opened(99), started(1)) is grpc.StatusCode.OK

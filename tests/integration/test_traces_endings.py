@@ -131,7 +131,7 @@ async def test_several_answers_are_one_request() -> None:
         ({"n": 0}, 400, [HTTP], None),
         ({"model": "x" * 50}, 404, [HTTP, "text_completion other"], "UNKNOWN_MODEL"),
         ({"max_tokens": 99_999}, 400, [HTTP, ROOT, "tokenize"], "CONTEXT_LENGTH_EXCEEDED"),
-        ({"n": 999}, 400, [HTTP, ROOT], "INVALID_ARGUMENT"),
+        ({"n": 999}, 400, [HTTP], None),
     ],
 )
 async def test_a48_what_is_refused_is_traced_with_its_status(
@@ -259,7 +259,7 @@ async def test_a_client_that_leaves_ends_the_spans_of_its_stage(stage: str, stre
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_deadline_ends_the_spans_of_its_stage(stage: str) -> None:
-    async with traced(seconds=0.4) as (mesh, ledger):
+    async with traced(seconds=1.5) as (mesh, ledger):
         go_on = hold(mesh, stage)
         for fake in (mesh.tokenizer, mesh.router, mesh.prefill, mesh.decode):
             fake.ignores_deadlines = True

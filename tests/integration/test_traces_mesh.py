@@ -245,6 +245,22 @@ async def test_engines_count_what_they_do(folder: Path) -> None:
         assert one.metric("kvmesh_router_queue_seconds_count", model=MODEL) == 3
 
 
+async def test_every_metric_is_in_the_documentation(folder: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    async with real(folder) as one:
+        await one.ask(prompt=LONG, stream=True)
+        await one.ask(n=0)
+        await one.idle()
+        names = {
+            family.name + ("_total" if family.type == "counter" else "")
+            for page in one.pages()
+            for family in text_string_to_metric_families(page)
+            if family.name.startswith(("kvmesh_", "gen_ai_"))
+        }
+    assert len(names) > 40
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
 async def test_a41_gauges_fall_to_zero_without_further_traffic(folder: Path) -> None:
     count = 100
     async with real(folder, speed=1.0) as one:
