@@ -11,7 +11,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateInput(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "stop", "priority", "include_stop", "keep_special", "add_special_tokens", "truncate_to")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "stop", "priority", "include_stop", "keep_special", "add_special_tokens", "truncate_to", "session")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GenerateInput(_message.Message):
     KEEP_SPECIAL_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_TO_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: _tokenizer_pb2.Chat
     token_ids: _tokenizer_pb2.TokenIds
@@ -32,7 +33,8 @@ class GenerateInput(_message.Message):
     keep_special: bool
     add_special_tokens: bool
     truncate_to: int
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_tokenizer_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_tokenizer_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., include_stop: bool = ..., keep_special: bool = ..., add_special_tokens: bool = ..., truncate_to: _Optional[int] = ...) -> None: ...
+    session: str
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[_tokenizer_pb2.Chat, _Mapping]] = ..., token_ids: _Optional[_Union[_tokenizer_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., include_stop: bool = ..., keep_special: bool = ..., add_special_tokens: bool = ..., truncate_to: _Optional[int] = ..., session: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "input")

@@ -84,6 +84,7 @@ class Placer:
                 block_hashes=encoded.block_hashes,
                 block_size=model.block_size,
                 excluded=choice.excluded,
+                session=run.request.session,
             )
             placement = None
             for peer in self._fleet.routers():

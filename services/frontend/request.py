@@ -5,6 +5,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Literal
 
+from xxhash import xxh3_64_hexdigest
+
 from kvmesh.errors import InvalidRequestError
 from kvmesh.types import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from services.frontend.config import LimitsConfig
@@ -27,6 +29,11 @@ def caller_id(text: str) -> str:
     return text if _CALLER_ID.fullmatch(text) else ""
 
 
+def session_key(text: str) -> str:
+    """Return what names a caller's session to routers: short, and none of its own words."""
+    return xxh3_64_hexdigest(text.encode()) if text else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request, valid once built; raises `InvalidRequestError` naming the field.
@@ -38,7 +45,8 @@ class Request:
 
     `deadline` is on the process's clock. `stop` strings end the text; with
     `include_stop` the text keeps the one that did. `keep_special`: special tokens show
-    in the text. `id` is this process's own, `caller_id` the caller's, to be echoed.
+    in the text. Requests of one `session` belong together, if there is one. `id` is this
+    process's own, `caller_id` the caller's, to be echoed.
     """
 
     model: str
@@ -53,6 +61,7 @@ class Request:
     include_stop: bool = False
     keep_special: bool = False
     priority: int = 0
+    session: str = ""
     traceparent: str = ""
     caller_id: str = ""
     id: str = field(default_factory=fresh_id)

@@ -31,7 +31,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.keys import Keys
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
-from services.frontend.request import Request, caller_id
+from services.frontend.request import Request, caller_id, session_key
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -221,6 +221,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             include_stop=given.include_stop,
             keep_special=given.keep_special,
             priority=given.priority or context.priority,
+            session=session_key(given.session),
             traceparent=parse_traceparent(context.traceparent),
             caller_id=caller_id(context.request_id),
         )

@@ -13,7 +13,7 @@ from kvmesh.types import TokenPrompt
 from services.frontend.config import FrontendConfig
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
-from services.frontend.request import caller_id, check_limits
+from services.frontend.request import caller_id, check_limits, session_key
 from services.frontend.rest.answers import Chat, Shape, Text, Whole
 from services.frontend.rest.asgi import Exchange, Handler, while_connected
 from services.frontend.rest.body import Body, parse
@@ -160,4 +160,5 @@ class InferenceRoutes:
             deadline=self._process.clock.now() + self._limits.request_seconds,
             traceparent=exchange.traceparent,
             caller_id=caller_id(exchange.header(b"x-request-id")),
+            session=session_key(exchange.header(b"x-kvmesh-session")),
         )

@@ -126,7 +126,7 @@ _COMMON = (
     Field("store", BOOLEAN, "Nothing is stored.", False, only=(False,)),
     Field("service_tier", STRING, "There is one tier.", only=("auto", "default")),
     Field("safety_identifier", STRING, "The caller's own note."),
-    Field("prompt_cache_key", STRING, "Not needed: prompts are found by their tokens."),
+    Field("prompt_cache_key", STRING, "Names a session, as the header x-kvmesh-session does."),
 )
 
 _TEMPLATE = (

@@ -8,7 +8,7 @@ from typing import Any
 from kvmesh.errors import InvalidRequestError
 from kvmesh.types import MAX_LOGIT_BIASES, Prompt, Sampling, TextPrompt, TokenPrompt
 from services.frontend.config import LimitsConfig
-from services.frontend.request import Request, caller_id
+from services.frontend.request import Request, caller_id, session_key
 from services.frontend.rest.body import Body
 from services.frontend.rest.fields import TOKEN_IDS_END, Fields, invalid, is_list_of, json_type
 from services.frontend.rest.messages import read_chat
@@ -57,6 +57,7 @@ class Arrival:
     deadline: float
     traceparent: str
     caller_id: str
+    session: str = ""
 
 
 ParseBody = Callable[[Body, Arrival, LimitsConfig], Call]
@@ -149,6 +150,7 @@ def _call(
         include_stop=values["include_stop_str_in_output"],
         keep_special=not values["skip_special_tokens"],
         priority=values["priority"],
+        session=arrival.session or session_key(values["prompt_cache_key"] or ""),
         traceparent=arrival.traceparent,
         caller_id=arrival.caller_id or values["request_id"] or "",
     )
