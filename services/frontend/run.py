@@ -75,7 +75,7 @@ class Run:
         ending = Ending(
             self.clock.now() - self._started,
             reason,
-            tuple(finished or [lost] * self.request.choices),
+            tuple(finished or [lost]),
             usage,
         )
         self.lane.ended(ending)
