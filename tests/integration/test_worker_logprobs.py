@@ -55,7 +55,7 @@ class Script:
         return INFO
 
     def generate(self, request: EngineRequest) -> AsyncIterator[Step]:
-        raise NotImplementedError
+        raise AssertionError("an engine that works in steps is given a sink")
 
     def submit(self, request: EngineRequest, ticket: KvTicket | None, sink: StepSink) -> None:
         self.asked.append(request.sampling)
