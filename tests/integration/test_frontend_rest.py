@@ -29,22 +29,6 @@ async def mesh() -> AsyncIterator[FakeMesh]:
         yield running
 
 
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(
-        base_url=mesh.url, verify=False, trust_env=False, timeout=20
-    ) as one:
-        yield one
-
-
-@pytest.fixture
-async def sdk(mesh: FakeMesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=20
-    ) as one:
-        yield one
-
-
 # Answers
 
 

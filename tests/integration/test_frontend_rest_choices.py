@@ -27,22 +27,6 @@ async def mesh() -> AsyncIterator[FakeMesh]:
         yield running
 
 
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(
-        base_url=mesh.url, verify=False, trust_env=False, timeout=20
-    ) as one:
-        yield one
-
-
-@pytest.fixture
-async def sdk(mesh: FakeMesh) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(
-        base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=20
-    ) as one:
-        yield one
-
-
 async def test_a31_several_choices_of_a_chat(mesh: FakeMesh, sdk: openai.AsyncOpenAI) -> None:
     whole = await sdk.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]

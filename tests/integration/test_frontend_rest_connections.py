@@ -30,14 +30,6 @@ async def mesh() -> AsyncIterator[FakeMesh]:
         yield running
 
 
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(
-        base_url=mesh.url, verify=False, trust_env=False, timeout=20
-    ) as one:
-        yield one
-
-
 async def test_what_is_not_http_is_refused_in_openai_shape(mesh: FakeMesh) -> None:
     async with connected(mesh.frontend.member.http_address) as raw:
         raw.writer.write(b"nonsense\r\n\r\n")

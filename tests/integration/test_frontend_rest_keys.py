@@ -26,14 +26,6 @@ async def mesh() -> AsyncIterator[FakeMesh]:
         yield running
 
 
-@pytest.fixture
-async def client(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(
-        base_url=mesh.url, verify=False, trust_env=False, timeout=20
-    ) as one:
-        yield one
-
-
 def refused(response: httpx.Response) -> None:
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
