@@ -16,6 +16,7 @@ PREFILLED = "prefilled"
 
 ABORT = "abort"
 ERROR = "error"
+"""Finish reasons of what did not end by itself, as vLLM calls them: workers' and frontends'."""
 
 
 @runtime_checkable

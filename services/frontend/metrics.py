@@ -10,15 +10,12 @@ from enum import StrEnum
 from functools import partial
 
 from kvmesh.errors import InternalError, MeshError, Reason
+from kvmesh.host.engine_metrics import ERROR
 from kvmesh.telemetry import OTHER, Histogram, Meter, Series
 from kvmesh.types import Usage
 
 PROVIDER = "kvmesh"
 """What we are as `gen_ai.provider.name`."""
-
-ABORT = "abort"
-ERROR = "error"
-"""Finish reasons of answers that did not end by themselves, as vLLM calls them."""
 
 
 class Outcome(StrEnum):

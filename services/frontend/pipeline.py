@@ -31,7 +31,7 @@ from services.frontend.generation import Generation
 from services.frontend.merge import merged
 from services.frontend.metrics import FrontendMetrics, Step
 from services.frontend.placement import Placement, Placer
-from services.frontend.request import Request, check_limits
+from services.frontend.request import Request
 from services.frontend.run import Choice, Run
 from services.frontend.spans import described
 from services.frontend.texts import Texts
@@ -67,9 +67,9 @@ class Pipeline:
     def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Yield the choices' text as it comes; each choice's last piece has its completion.
 
-        Raises `MeshError`, for one choice that fails as for all. Closing the generator, or
-        cancelling whoever waits in it, cancels the work in every process at once, without
-        waiting for them.
+        The request has passed `check_limits`. Raises `MeshError`, for one choice that fails
+        as for all. Closing the generator, or cancelling whoever waits in it, cancels the
+        work in every process at once, without waiting for them.
         """
         begun = self._begun(request)
         # One choice, as nearly all requests have, is read without anything in between.
@@ -108,7 +108,6 @@ class Pipeline:
     async def _begun(self, request: Request) -> AsyncIterator[tuple[Model, list[Choice]]]:
         """Trace and count the request; yield its choices once all prompts are encoded."""
         with self._observed(request) as run:
-            check_limits(request, self._limits)
             model = self._fleet.model(request.model)
             sources = await self._texts.encode(run, model)
             for source in sources:

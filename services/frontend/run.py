@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from kvmesh.clock import Clock
 from kvmesh.errors import DeadlineError, MeshError, Reason, TicketError, TransferError
+from kvmesh.host.engine_metrics import ABORT, ERROR
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.status import row
 from kvmesh.telemetry import Span, safe_message
 from kvmesh.types import Completion, Context, Encoded, Plan, Prompt, Sampling, Usage, Worker
 from services.frontend.answer import Answer, Piece
-from services.frontend.metrics import ABORT, ERROR, Ending, FrontendMetrics, Step, reason_of
+from services.frontend.metrics import Ending, FrontendMetrics, Step, reason_of
 from services.frontend.request import Request
 from services.frontend.usage import total_usage
 

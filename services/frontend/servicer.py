@@ -31,7 +31,7 @@ from services.frontend.fleet import Fleet
 from services.frontend.keys import Keys
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
-from services.frontend.request import Request, caller_id, session_key
+from services.frontend.request import Request, caller_id, check_limits, session_key
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -62,7 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._fleet = fleet
         self._metrics = metrics
         self._process = process
-        self._request_seconds = config.limits.request_seconds
+        self._limits = config.limits
         self._keys = Keys(config.http.api_keys)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -210,8 +210,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequestError(
                 "prompt_logprobs are not supported here", field="prompt_logprobs"
             )
-        latest = self._process.clock.now() + self._request_seconds
-        return Request(
+        latest = self._process.clock.now() + self._limits.request_seconds
+        request = Request(
             model=model.removeprefix(_PREFIX),
             prompts=(prompt_from_proto(given),),
             deadline=latest if context.deadline is None else min(context.deadline, latest),
@@ -225,6 +225,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             traceparent=parse_traceparent(context.traceparent),
             caller_id=caller_id(context.request_id),
         )
+        check_limits(request, self._limits)
+        return request
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -90,6 +90,14 @@ async def test_stream_generate_says_the_same(stub: Any) -> None:
         (NAME, inference_pb2.GenerateInput(), InvalidRequestError, "prompt"),
         (NAME, given(""), InvalidRequestError, "prompt"),
         (NAME, given(stop=[""]), InvalidRequestError, "stop"),
+        (NAME, given(stop=["s"] * 17), InvalidRequestError, "stop"),
+        (NAME, given(stop=["s" * 1025]), InvalidRequestError, "stop"),
+        (
+            NAME,
+            given(sampling=generation_pb2.SamplingParams(stop_token_ids=[1] * 257)),
+            InvalidRequestError,
+            "stop_token_ids",
+        ),
         (
             NAME,
             given(sampling=generation_pb2.SamplingParams(top_p=0)),
