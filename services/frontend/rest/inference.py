@@ -159,6 +159,6 @@ class InferenceRoutes:
         return Arrival(
             deadline=self._process.clock.now() + self._limits.request_seconds,
             traceparent=exchange.traceparent,
-            caller_id=caller_id(exchange.header(b"x-request-id")),
+            caller_id=caller_id(exchange.header(REQUEST_ID)),
             session=session_key(exchange.header(b"x-kvmesh-session")),
         )
