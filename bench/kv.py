@@ -29,7 +29,7 @@ import numpy as np
 from kvmesh.clock import SystemClock
 from kvmesh.kv.base import KvTransport, PoolLayout
 from kvmesh.kv.nixl_agent import load
-from kvmesh.kv.nixl_messages import Region, Site, parse_site
+from kvmesh.kv.nixl_messages import Region, Site, parse_offer
 from kvmesh.kv.transports import BACKENDS, open_host_pool
 
 KB, MB = 1 << 10, 1 << 20
@@ -65,7 +65,8 @@ def main() -> int:
     """Run the benchmark; returns 1 if a pull was wrong or too slow."""
     options = _options()
     if options.hold:
-        asyncio.run(_hold(options.transport, PoolLayout(*options.hold)))
+        *layout, tickets = options.hold
+        asyncio.run(_hold(options.transport, PoolLayout(*layout), tickets))
         return 0
     rows = asyncio.run(_measure(options))
     print(f"\n{os.cpu_count()} cores, {platform.machine()}, {options.transport}\n")
@@ -85,19 +86,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--transport", choices=BACKENDS, default="nixl")
     parser.add_argument("--rounds", type=int, default=15, help="of each measurement")
     parser.add_argument("--json", type=Path, help="file to write the results to")
-    parser.add_argument("--hold", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--hold", type=int, nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-async def _hold(backend: str, layout: PoolLayout) -> None:
-    """Be the holder: say where the pool is, and consent to everything."""
+async def _hold(backend: str, layout: PoolLayout, tickets: int) -> None:
+    """Be the holder: say where the pool is, and offer it under many tickets."""
     pool = open_host_pool(
-        backend, layout, epoch=uuid.uuid4().hex, clock=SystemClock(), on_pulled=lambda _: True
+        backend, layout, epoch=uuid.uuid4().hex, clock=SystemClock(), on_pulled=lambda _: None
     )
     raw = None if backend == "nixl" else _second(pool.memory, layout)
     np.frombuffer(pool.memory, np.uint8).reshape(layout.total_blocks, -1)[:] = _pattern(layout)
-    site = pool.transport.describe() if raw is None else raw.site
-    print("pools", pool.transport.describe().hex(), site.hex(), flush=True)
+    offers = [pool.transport.offer(f"t{number}") for number in range(tickets)]
+    site = offers[0] if raw is None else raw.site
+    print("pools", *(each.hex() for each in (site, *offers)), flush=True)
     while raw is not None:
         raw.agent.get_new_notifs()
         await asyncio.sleep(0.001)
@@ -108,19 +110,20 @@ async def _measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for size, counts in SHAPES:
         layout = PoolLayout(max(counts), size)
-        with _holder(options.transport, layout) as (peer, site):
+        tickets = (options.rounds + 1) * len(counts)
+        with _holder(options.transport, layout, tickets) as (site, offers):
             pool = open_host_pool(
                 options.transport,
                 layout,
                 epoch=uuid.uuid4().hex,
                 clock=SystemClock(),
-                on_pulled=lambda _: False,
+                on_pulled=lambda _: None,
             )
             np.frombuffer(pool.memory, np.uint8).fill(0)  # so that no pull waits for pages
             raw = _Raw(np.full(layout.size, 0, np.uint8), layout, f"raw-{uuid.uuid4().hex}")
             raw.meet(site)
             for count in counts:
-                rows.append(await _compare(options.rounds, count, (pool.transport, peer), raw))
+                rows.append(await _compare(options.rounds, count, (pool.transport, offers), raw))
                 print(_table(rows[-1:]).splitlines()[-1], flush=True)
             ours = np.frombuffer(pool.memory, np.uint8).reshape(layout.total_blocks, -1)
             if not (ours == _pattern(layout)).all():
@@ -131,8 +134,10 @@ async def _measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-async def _compare(rounds: int, count: int, source: tuple[KvTransport, bytes], raw: "_Raw") -> Row:
-    transport, peer = source
+async def _compare(
+    rounds: int, count: int, source: tuple[KvTransport, Iterator[bytes]], raw: "_Raw"
+) -> Row:
+    transport, offers = source
     layout, rng = raw.layout, np.random.default_rng(0)
     theirs = np.ones((layout.total_blocks, layout.block_bytes), np.uint8)
     copied = np.full_like(theirs, 0)
@@ -141,7 +146,7 @@ async def _compare(rounds: int, count: int, source: tuple[KvTransport, bytes], r
         blocks = rng.permutation(layout.total_blocks)[:count].astype(np.int32)
         remote = blocks.tolist()
         started = time.perf_counter()
-        await transport.pull(peer, remote, remote, ticket_id="t", timeout=TIMEOUT)
+        await transport.pull(next(offers), remote, remote, timeout=TIMEOUT)
         took = {"pull": time.perf_counter() - started}
         took["raw"] = _timed(raw.read, blocks)
         took["memcpy"] = _timed(lambda indices: _copy(theirs, copied, indices), blocks)
@@ -192,12 +197,12 @@ class _Raw:
         self.agent = api.nixl_agent(name, config)
         address = memory.ctypes.data
         self._registered = self.agent.register_memory([(address, layout.size, 0, "")], "DRAM")
-        self.site = Site(name, Region(layout, address), self.agent.get_agent_metadata()).pack()
+        self.site = Site(name, Region(layout, address), 0, self.agent.get_agent_metadata()).offer(0)
         self._ours = self._descriptors("NIXL_INIT_AGENT", address)
 
     def meet(self, site: bytes) -> None:
         """Prepare to read from a peer."""
-        peer = parse_site(site)
+        peer, _ = parse_offer(site)
         self._name = self.agent.add_remote_agent(peer.metadata)
         self._theirs = self._descriptors(self._name, peer.region.address)
 
@@ -230,16 +235,18 @@ def _second(memory: memoryview, layout: PoolLayout) -> _Raw:
 
 
 @contextmanager
-def _holder(backend: str, layout: PoolLayout) -> Iterator[tuple[bytes, bytes]]:
-    """Run a holder; yield where its pool is, for its transport and for bare NIXL."""
-    arguments = ["--transport", backend, "--hold", str(layout.total_blocks)]
-    command = [sys.executable, "-m", "bench.kv", *arguments, str(layout.block_bytes)]
+def _holder(
+    backend: str, layout: PoolLayout, tickets: int
+) -> Iterator[tuple[bytes, Iterator[bytes]]]:
+    """Run a holder; yield where its pool is for bare NIXL, and offers of its transport."""
+    numbers = [str(number) for number in (layout.total_blocks, layout.block_bytes, tickets)]
+    command = [sys.executable, "-m", "bench.kv", "--transport", backend, "--hold", *numbers]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("pools "))
-        peer, site = (bytes.fromhex(word) for word in line.split()[1:])
-        yield peer, site
+        site, *offers = (bytes.fromhex(word) for word in line.split()[1:])
+        yield site, iter(offers)
     finally:
         process.kill()
         process.wait()

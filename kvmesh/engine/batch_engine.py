@@ -81,7 +81,7 @@ class BatchEngine(Generic[S]):
             lease_seconds=traits.lease_seconds,
             pull_timeout_seconds=traits.pull_timeout_seconds,
         )
-        handoff = Handoff(terms, self._clock, self._free)
+        handoff = Handoff(terms, transport, self._clock, self._free)
         self._failure = ""
         loop = asyncio.create_task(self._run(batch), name=f"{info.engine}-engine")
         self._parts = _Parts(pool, batch, handoff, transport, loop)
@@ -270,9 +270,8 @@ class BatchEngine(Generic[S]):
         """Turn a computed prompt's blocks into a ticket's."""
         parts = self._started
         self._stepper.lend(sequence.blocks)
-        sequence.ticket = parts.handoff.hold(
-            parts.transport, sequence.blocks, sequence.tokens, self._stepper.digest(sequence)
-        )
+        digest = self._stepper.digest(sequence)
+        sequence.ticket = parts.handoff.hold(sequence.blocks, sequence.tokens, digest)
         sequence.blocks = []
         sequence.phase = Phase.ENDED
         if self._traits.lose_leases:
@@ -297,7 +296,7 @@ class BatchEngine(Generic[S]):
         skip = sequence.computed // batch.block_size
         blocks = sequence.blocks[skip : -(-sequence.prompt_length // batch.block_size)]
         try:
-            await parts.handoff.pull(parts.transport, ticket, blocks, skip)
+            await parts.handoff.pull(ticket, blocks, skip)
         except StillWritingError as error:
             kept, sequence.blocks = sequence.blocks, []
             error.settled.add_done_callback(lambda _: self._free(kept))
@@ -327,8 +326,9 @@ class BatchEngine(Generic[S]):
             else:
                 self._fail(batch, sequence, error)
 
-    def _on_pulled(self, ticket_id: str) -> bool:
-        return self._parts is not None and self._parts.handoff.on_pulled(ticket_id)
+    def _on_pulled(self, ticket_id: str) -> None:
+        if self._parts is not None:
+            self._parts.handoff.on_pulled(ticket_id)
 
     def _free(self, blocks: Sequence[int]) -> None:
         if self._parts is not None:

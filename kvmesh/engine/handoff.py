@@ -69,26 +69,33 @@ class Handoff:
     The owner of `transport` calls `on_pulled` for it, and `close` before closing it.
     """
 
-    def __init__(self, terms: Terms, clock: Clock, free: Callable[[Sequence[int]], None]) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        transport: KvTransport,
+        clock: Clock,
+        free: Callable[[Sequence[int]], None],
+    ) -> None:
         self.ledger = Ledger(terms.block_bytes)
         self.received_bytes = 0
         self._terms = terms
+        self._transport = transport
         self._clock = clock
         self._free = free
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def hold(
-        self, transport: KvTransport, blocks: Sequence[int], tokens: Sequence[int], digest: int
-    ) -> KvTicket:
+    def hold(self, blocks: Sequence[int], tokens: Sequence[int], digest: int) -> KvTicket:
         """Lease held blocks of a prompt to whoever gets the ticket returned.
 
         `tokens` are the prompt and, last, the token that prefill sampled.
         """
         terms = self._terms
         self._count += 1
+        ticket_id = f"{terms.epoch[:12]}-{self._count}"
+        peer = self._transport.offer(ticket_id)
         ticket = KvTicket(
-            ticket_id=f"{terms.epoch[:12]}-{self._count}",
+            ticket_id=ticket_id,
             worker_id=terms.worker_id,
             epoch=terms.epoch,
             backend=terms.backend,
@@ -99,7 +106,7 @@ class Handoff:
             byte_count=len(blocks) * terms.block_bytes,
             lease_expire_time=self._clock.wall() + terms.lease_seconds,
             first_token_ids=(tokens[-1],),
-            engine_params=Offer(terms.epoch, digest, blocks, transport.describe()).pack(),
+            engine_params=Offer(terms.epoch, digest, blocks, peer).pack(),
         )
         expires = self._clock.now() + terms.lease_seconds
         self.ledger.add(Lease(ticket.ticket_id, blocks, expires))
@@ -111,9 +118,9 @@ class Handoff:
         """Free the blocks of a ticket; False if it is not held."""
         return self._ended(self.ledger.release(ticket_id))
 
-    def on_pulled(self, ticket_id: str) -> bool:
-        """Free the blocks of a ticket that was pulled; False if the pull came too late."""
-        return self._ended(self.ledger.take(ticket_id, self._clock.now()))
+    def on_pulled(self, ticket_id: str) -> None:
+        """Free the blocks of a ticket that was pulled."""
+        self._ended(self.ledger.release(ticket_id))
 
     def check(self, ticket: KvTicket, prompt_tokens: int) -> Offer:
         """Return what a ticket offers. Raises `TicketError` if it can't be honoured here."""
@@ -146,14 +153,12 @@ class Handoff:
             raise TicketError("the ticket's lease has expired")
         return min(left, self._terms.pull_timeout_seconds)
 
-    async def pull(
-        self, transport: KvTransport, ticket: KvTicket, blocks: Sequence[int], skip: int
-    ) -> None:
+    async def pull(self, ticket: KvTicket, blocks: Sequence[int], skip: int) -> None:
         """Pull a ticket's blocks behind the first `skip`, which are here, into `blocks`."""
         timeout = self.time_left(ticket)
         offer = unpack(ticket.engine_params)
-        pulled = await transport.pull(
-            offer.peer, offer.blocks[skip:], blocks, ticket_id=ticket.ticket_id, timeout=timeout
+        pulled = await self._transport.pull(
+            offer.peer, offer.blocks[skip:], blocks, timeout=timeout
         )
         self.received_bytes += pulled.byte_count
 
@@ -163,11 +168,12 @@ class Handoff:
             self._timer.cancel()
             self._timer = None
         for lease in self.ledger.clear():
-            self._free(lease.blocks)
+            self._ended(lease)
 
     def _ended(self, lease: Lease | None) -> bool:
         if lease is None:
             return False
+        self._transport.withdraw(lease.ticket_id)  # before the blocks can be used again
         self._free(lease.blocks)
         return True
 
@@ -175,7 +181,7 @@ class Handoff:
         """Free what has run out, and come back for the next."""
         self._timer = None
         for lease in self.ledger.expire(self._clock.now()):
-            self._free(lease.blocks)
+            self._ended(lease)
         expires = self.ledger.next_expiry
         if expires is not None:
             delay = max(expires - self._clock.now(), _SWEEP_SECONDS)

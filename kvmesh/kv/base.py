@@ -10,11 +10,11 @@ from typing import Protocol
 
 from kvmesh.errors import TransferError
 
-OnPulled = Callable[[str], bool]
-"""Called in the holder's event loop when a peer has copied a ticket's blocks.
+OnPulled = Callable[[str], None]
+"""Called in the holder's event loop soon after a peer has copied an open ticket's blocks.
 
-Gets the ticket's id, says whether the ticket was held until now. Called once for each
-pull; the first True frees the blocks, and what later pulls copied is void.
+Gets the ticket's id; the blocks can be freed. Of a peer that dies just then nothing is
+heard: whoever opens a ticket ends it by himself after a while.
 """
 
 
@@ -33,7 +33,7 @@ class PoolLayout:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What one pull moved, and how long it took, the holder's consent included."""
+    """What one pull moved, and how long it took."""
 
     byte_count: int
     seconds: float
@@ -63,25 +63,33 @@ class KvTransport(Protocol):
         """Name that both ends must share, as in `KvTicket.backend`."""
         ...
 
-    def describe(self) -> bytes:
-        """Return what a peer needs to pull from here; it travels in tickets, unread."""
+    def offer(self, ticket_id: str) -> bytes:
+        """Open a ticket, and return what a peer needs to pull by it; it travels unread."""
+        ...
+
+    def withdraw(self, ticket_id: str) -> None:
+        """Close a ticket: no pull by it succeeds from now on, not even one that runs.
+
+        To be called before its blocks are used for anything else, pulled or not. No effect
+        on one that is not open.
+        """
         ...
 
     async def pull(
         self,
-        peer: bytes,
+        offer: bytes,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
-        ticket_id: str,
         timeout: float,
     ) -> Pulled:
-        """Copy `remote_blocks` of the peer into `local_blocks`, one to one, and end the ticket.
+        """Copy `remote_blocks` of the peer into `local_blocks`, one to one, and use the ticket up.
 
-        When it returns, the blocks are whole and the holder's `on_pulled` has said True.
-        Raises `TicketError` when the peer is another life than described or does not hold
-        the ticket, `TransferError` when blocks could not be moved within `timeout` seconds;
-        what is in `local_blocks` then is void. No blocks is a pull too: it ends the ticket.
+        When it returns, the blocks are whole: the ticket was open after they were copied.
+        Raises `TicketError` when the peer is another life than offered or the ticket is not
+        open, `TransferError` when blocks could not be moved within `timeout` seconds; what
+        is in `local_blocks` then is void. No blocks is a pull too. Of two pulls by one ticket
+        at the same instant both may succeed: both have copied the same blocks.
 
         However it ends, by cancellation too, nothing writes to `local_blocks` afterwards, but
         for one case: `StillWritingError`, raised a second after the time is up, or after a

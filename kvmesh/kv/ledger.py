@@ -15,7 +15,7 @@ class Lease:
 
 
 class Ledger:
-    """The leases of one worker. Each ends once: taken, released or expired.
+    """The leases of one worker. Each ends once: released or expired.
 
     Whoever ends a lease gets it back and frees its blocks. Never blocks; one task uses it.
     """
@@ -51,15 +51,8 @@ class Ledger:
         self._leases[lease.ticket_id] = lease
         self._held.update(lease.blocks)
 
-    def take(self, ticket_id: str, now: float) -> Lease | None:
-        """End a lease because its blocks were pulled. None if it had ended or run out."""
-        lease = self._leases.get(ticket_id)
-        if lease is None or now >= lease.expires:
-            return None
-        return self._end(ticket_id)
-
     def release(self, ticket_id: str) -> Lease | None:
-        """End a lease that nobody will use. None if it had ended already."""
+        """End a lease, used or not. None if it had ended already."""
         return self._end(ticket_id) if ticket_id in self._leases else None
 
     def expire(self, now: float) -> list[Lease]:

@@ -4,8 +4,8 @@ The pool is an anonymous memory file that peers open through `/proc/<pid>/fd/<n>
 nothing is left behind however a process ends. Its first page names the epoch: a
 recycled pid is never trusted. Peers must share user, pid and network namespace.
 
-After copying, the puller asks the holder whether the ticket was held until now: only a
-yes makes the copy valid.
+After copying, the puller looks at the holder's board (see `kvmesh.kv.board`): only an open
+ticket makes the copy valid.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from kvmesh.clock import Clock
 from kvmesh.errors import TicketError, TransferError
 from kvmesh.kv.base import OnPulled, PoolLayout, Pulled
-from kvmesh.kv.consent import ConsentDesk
-from kvmesh.kv.shared import HEADER_BYTES, SharedPool, header
+from kvmesh.kv.board import CLOSED, WORD_BYTES, Board, slot_of, word_of
+from kvmesh.kv.notices import NoticeDesk
+from kvmesh.kv.shared import BLOCKS_AT, BOARD_AT, SharedPool, header
 
 BACKEND = "local"
 
@@ -30,11 +31,12 @@ _COPY_CALL_BLOCKS = 1024  # IOV_MAX
 
 
 @dataclass(frozen=True, slots=True)
-class _Peer:
+class _Offer:
     pid: int
     fd: int
     epoch: str
     layout: PoolLayout
+    number: int
 
     def pack(self) -> bytes:
         return json.dumps(
@@ -44,15 +46,17 @@ class _Peer:
                 "epoch": self.epoch,
                 "total_blocks": self.layout.total_blocks,
                 "block_bytes": self.layout.block_bytes,
+                "number": self.number,
             }
         ).encode()
 
     @classmethod
-    def parse(cls, description: bytes) -> "_Peer":
+    def parse(cls, offer: bytes) -> "_Offer":
         try:
-            raw = json.loads(description)
+            raw = json.loads(offer)
             layout = PoolLayout(int(raw["total_blocks"]), int(raw["block_bytes"]))
-            return cls(int(raw["pid"]), int(raw["fd"]), str(raw["epoch"]), layout)
+            pid, fd, number = int(raw["pid"]), int(raw["fd"]), int(raw["number"])
+            return cls(pid, fd, str(raw["epoch"]), layout, number)
         except (ValueError, KeyError, TypeError) as error:
             raise TicketError("the ticket does not describe a local pool") from error
 
@@ -63,50 +67,56 @@ class LocalTransport:
     def __init__(self, pool: SharedPool, clock: Clock, on_pulled: OnPulled) -> None:
         self._pool = pool
         self._clock = clock
+        self._on_pulled = on_pulled
         self._copies: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._description = _Peer(os.getpid(), pool.fd, pool.epoch, pool.layout).pack()
-        self._desk = ConsentDesk(pool.epoch, on_pulled)
+        self._board = Board(pool.board)
+        self._desk = NoticeDesk(pool.epoch, self._hear)
 
     @property
     def backend(self) -> str:
         """`local`."""
         return BACKEND
 
-    def describe(self) -> bytes:
-        """Return where this pool is: process, descriptor, epoch and layout."""
-        return self._description
+    def offer(self, ticket_id: str) -> bytes:
+        """Open a ticket; return where this pool is: process, descriptor, epoch and layout."""
+        pool = self._pool
+        number = self._board.open(ticket_id)
+        return _Offer(os.getpid(), pool.fd, pool.epoch, pool.layout, number).pack()
+
+    def withdraw(self, ticket_id: str) -> None:
+        """Close a ticket, as `KvTransport.withdraw` promises."""
+        if not self._closed:
+            self._board.close(ticket_id)
 
     async def pull(
         self,
-        peer: bytes,
+        offer: bytes,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
-        ticket_id: str,
         timeout: float,
     ) -> Pulled:
         """Copy blocks from a peer of this host, as `KvTransport.pull` promises."""
         started = self._clock.now()
         if self._closed:
             raise TransferError("the transport is closed")
-        source = self._check(_Peer.parse(peer), remote_blocks, local_blocks)
+        source = self._check(_Offer.parse(offer), remote_blocks, local_blocks)
         try:
             async with asyncio.timeout(timeout):
                 with _Opened(source) as fd:
                     await self._copy(fd, remote_blocks, local_blocks)
-                held = await self._desk.ask(source.epoch, ticket_id)
+                    _use_up(fd, source.number)
         except TimeoutError as error:
-            raise TransferError(f"the holder did not answer within {timeout:g} s") from error
+            raise TransferError(f"the blocks did not come within {timeout:g} s") from error
         except OSError as error:
             raise TransferError(f"the holder is gone: {error.strerror}") from error
-        if not held:
-            raise TicketError("the holder does not hold this ticket any more")
+        self._desk.tell(source.epoch, source.number)
         moved = len(local_blocks) * self._pool.layout.block_bytes
         return Pulled(moved, self._clock.now() - started)
 
     async def aclose(self) -> None:
-        """Stop answering peers and unmap the pool once no copy runs. Idempotent."""
+        """Stop hearing peers and unmap the pool once no copy runs. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -115,7 +125,12 @@ class LocalTransport:
             await asyncio.wait(self._copies)
         self._pool.close()
 
-    def _check(self, peer: _Peer, remote: Sequence[int], local: Sequence[int]) -> _Peer:
+    def _hear(self, number: int) -> None:
+        ticket_id = self._board.ticket(number)
+        if ticket_id is not None:
+            self._on_pulled(ticket_id)
+
+    def _check(self, peer: _Offer, remote: Sequence[int], local: Sequence[int]) -> _Offer:
         if len(remote) != len(local):
             raise ValueError(f"{len(remote)} remote blocks for {len(local)} local ones")
         if peer.layout.block_bytes != self._pool.layout.block_bytes:
@@ -143,15 +158,15 @@ class LocalTransport:
 
 
 class _Opened:
-    """A peer's pool, open for reading and proven to be of the life it claims."""
+    """A peer's pool, open and proven to be of the life it claims."""
 
-    def __init__(self, peer: _Peer) -> None:
+    def __init__(self, peer: _Offer) -> None:
         self._peer = peer
         self._fd = -1
 
     def __enter__(self) -> int:
         # Without O_NONBLOCK a recycled pid's pipe could hold us here.
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
         self._fd = os.open(f"/proc/{self._peer.pid}/fd/{self._peer.fd}", flags)
         if not self._is_pool():
             os.close(self._fd)
@@ -168,12 +183,20 @@ class _Opened:
         return os.pread(self._fd, len(first), 0) == first
 
 
+def _use_up(fd: int, number: int) -> None:
+    """Close the ticket of a number in its holder's board. `TicketError` unless it is open."""
+    at = BOARD_AT + slot_of(number) * WORD_BYTES
+    if os.pread(fd, WORD_BYTES, at) != word_of(number):
+        raise TicketError("the holder does not hold this ticket any more")
+    os.pwrite(fd, CLOSED, at)
+
+
 def _read_blocks(fd: int, pool: SharedPool, remote: Sequence[int], local: Sequence[int]) -> None:
     size = pool.layout.block_bytes
     most = max(1, min(_COPY_CALL_BLOCKS, _COPY_CALL_BYTES // size))
     for start, stop in _runs(remote, most):
         into = [pool.memory[block * size : (block + 1) * size] for block in local[start:stop]]
-        if os.preadv(fd, into, HEADER_BYTES + remote[start] * size) != (stop - start) * size:
+        if os.preadv(fd, into, BLOCKS_AT + remote[start] * size) != (stop - start) * size:
             raise TransferError("the holder's pool ended early")
 
 

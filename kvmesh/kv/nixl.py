@@ -3,8 +3,8 @@
 One agent for each life, named by its epoch, so that a restarted peer is a new one. What
 `describe` returns is all that peers need; there is no server and no port of our own.
 
-After reading, the puller asks the holder whether the ticket was held until now: only a
-yes makes the copy valid.
+After reading, the puller reads the holder's board (see `kvmesh.kv.board`): only an open
+ticket makes the copy valid.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ import numpy as np
 from kvmesh.clock import Clock
 from kvmesh.errors import TicketError, TransferError
 from kvmesh.kv.base import OnPulled, Pulled, StillWritingError
-from kvmesh.kv.nixl_messages import Ask, Region, Site, parse_site
+from kvmesh.kv.board import BOARD_BYTES, Board
+from kvmesh.kv.nixl_messages import Region, Site, parse_offer
 from kvmesh.kv.nixl_thread import AgentThread, Job
 
 BACKEND = "nixl"
@@ -42,40 +43,46 @@ class NixlTransport:
         self._on_pulled = on_pulled
         self._on_closed = on_closed
         self._closed = False
-        self._thread = AgentThread(f"kvmesh-{epoch}", region, clock, self._answer)
-        self._description = Site(epoch, region, self._thread.metadata).pack()
+        self._words = np.zeros(BOARD_BYTES, np.uint8)
+        self._board = Board(self._words.data)
+        board = self._words.ctypes.data
+        self._thread = AgentThread(f"kvmesh-{epoch}", region, board, clock, self._hear)
+        self._site = Site(epoch, region, board, self._thread.metadata)
 
     @property
     def backend(self) -> str:
         """`nixl`."""
         return BACKEND
 
-    def describe(self) -> bytes:
-        """Return where this pool is: epoch, layout, address and the agent's metadata."""
+    def offer(self, ticket_id: str) -> bytes:
+        """Open a ticket; return where this pool is: epoch, layout, addresses and metadata."""
         self._thread.expect()
-        return self._description
+        return self._site.offer(self._board.open(ticket_id))
+
+    def withdraw(self, ticket_id: str) -> None:
+        """Close a ticket, as `KvTransport.withdraw` promises."""
+        self._board.close(ticket_id)
 
     async def pull(
         self,
-        peer: bytes,
+        offer: bytes,
         remote_blocks: Sequence[int],
         local_blocks: Sequence[int],
         *,
-        ticket_id: str,
         timeout: float,
     ) -> Pulled:
         """Read blocks from a peer, as `KvTransport.pull` promises."""
         started = self._clock.now()
         if self._closed:
             raise TransferError("the transport is closed")
-        site = parse_site(peer)
+        site, number = parse_offer(offer)
         self._check(site, remote_blocks, local_blocks)
         loop = asyncio.get_running_loop()
         job = Job(
             site,
             np.array(remote_blocks, np.int32),
             np.array(local_blocks, np.int32),
-            ticket_id,
+            number,
             loop.create_future(),
             loop.create_future(),
         )
@@ -85,7 +92,7 @@ class NixlTransport:
                 held = await job.outcome
         except TimeoutError as error:
             await self._abandon(job)
-            raise TransferError(f"the holder did not answer within {timeout:g} s") from error
+            raise TransferError(f"the blocks did not come within {timeout:g} s") from error
         except asyncio.CancelledError:
             await self._abandon(job)
             raise
@@ -95,7 +102,7 @@ class NixlTransport:
         return Pulled(moved, self._clock.now() - started)
 
     async def aclose(self) -> None:
-        """End the agent, which stops answering peers, and let go of the memory. Idempotent."""
+        """End the agent, which stops serving peers, and let go of the memory. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -124,7 +131,8 @@ class NixlTransport:
             job.stuck = True
             raise StillWritingError("the holder stands still in the middle of a read", job.settled)
 
-    def _answer(self, asks: Sequence[tuple[str, Ask]]) -> None:
-        if not self._closed:
-            answers = [(name, ask, self._on_pulled(ask.ticket_id)) for name, ask in asks]
-            self._thread.answer(answers)
+    def _hear(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            ticket_id = self._board.ticket(number)
+            if ticket_id is not None and not self._closed:
+                self._on_pulled(ticket_id)

@@ -1,4 +1,4 @@
-"""One NIXL agent over one registered block pool: our few calls, and our errors.
+"""One NIXL agent over one registered block pool and its board: our few calls, and our errors.
 
 NIXL raises its own exceptions, which share no base class; all become `TransferError`.
 """
@@ -7,13 +7,16 @@ import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvmesh.errors import TransferError
-from kvmesh.kv.nixl_messages import Region
+from kvmesh.kv.base import PoolLayout
+from kvmesh.kv.board import SLOTS, WORD_BYTES, slot_of
+from kvmesh.kv.nixl_messages import Region, Site
 
 Indices = NDArray[np.int32]
 
@@ -41,10 +44,10 @@ def load() -> Any:
     raise TransferError("the nixl transport needs NIXL: pip install 'kvmesh[nixl]'")
 
 
-class Read:
-    """Blocks on their way. `done` says whether all are here; release it, whatever it says.
+class Transfer:
+    """Something on its way. `done` says whether all of it is there; release it, whatever it says.
 
-    Releasing one that is not done stops nothing: the agent goes on writing to its blocks.
+    Releasing one that is not done stops nothing: the agent goes on with it.
     """
 
     __slots__ = ("done", "handle")
@@ -54,24 +57,45 @@ class Read:
         self.done = False
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A peer's blocks and board, ready to be read; see `Agent.prepare`."""
+
+    blocks: Any
+    board: Any
+
+
 class Agent:
     """An agent named `name`. Made, used and closed in one thread; no call but `read` blocks.
 
-    Everything raises `TransferError`.
+    `board` is the address of this pool's own board. Everything raises `TransferError`.
     """
 
-    def __init__(self, name: str, region: Region) -> None:
+    def __init__(self, name: str, region: Region, board: int) -> None:
         api = load()
         self.name = name
         self._errors = _exceptions(api.nixlBind)
+        self._words = np.zeros(SLOTS, np.uint64)  # what was seen on boards, by our own count
+        self._closed_word = np.zeros(1, np.uint64)
+        self._looks = 0
         with self._translated("NIXL cannot start"):
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
             self._agent = api.nixl_agent(name, config)
             if _BACKEND not in self._agent.backends:
                 raise TransferError(f"NIXL has no {_BACKEND} backend here")
-            whole = [(region.address, region.layout.size, region.device, "")]
-            self._registered = self._agent.register_memory(whole, region.kind)
-            self._local = self.prepare(_OURSELVES, region)
+            seen, closed = self._words.ctypes.data, self._closed_word.ctypes.data
+            self._registered = [
+                self._agent.register_memory([(address, size, device, "")], kind)
+                for address, size, device, kind in (
+                    (region.address, region.layout.size, region.device, region.kind),
+                    (board, SLOTS * WORD_BYTES, 0, "DRAM"),
+                    (seen, SLOTS * WORD_BYTES, 0, "DRAM"),
+                    (closed, WORD_BYTES, 0, "DRAM"),
+                )
+            ]
+            self._local = self._descriptors(_OURSELVES, region)
+            self._seen = self._descriptors(_OURSELVES, _words(SLOTS, seen))
+            self._closed = self._descriptors(_OURSELVES, _words(1, closed))
             self.metadata: bytes = self._agent.get_agent_metadata()
 
     def add(self, metadata: bytes) -> str:
@@ -85,40 +109,53 @@ class Agent:
         with self._translated("the peer cannot be removed"):
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, name: str, region: Region) -> Any:
-        """Return a peer's blocks, or our own, as `read` takes them; see `forget`."""
-        size, count = region.layout.block_bytes, region.layout.total_blocks
-        strided = np.array([[region.address, size, region.device, size, count]], np.uint64)
+    def prepare(self, name: str, site: Site) -> Source:
+        """Return a peer's blocks and board as `read`, `look` and `mark` take them; see `forget`."""
         with self._translated("the peer's pool is not as described"):
-            return self._agent.prep_xfer_dlist(name, strided, region.kind)
+            blocks = self._descriptors(name, site.region)
+            return Source(blocks, self._descriptors(name, _words(SLOTS, site.board)))
 
-    def forget(self, prepared: Any) -> None:
+    def forget(self, source: Source) -> None:
         """Release what `prepare` returned."""
         with self._translated("descriptors cannot be released"):
-            prepared.release()
+            source.blocks.release()
+            source.board.release()
 
-    def read(self, peer: Any, remote: Indices, local: Indices) -> Read:
+    def read(self, source: Source, remote: Indices, local: Indices) -> Transfer:
         """Start to copy a peer's blocks to ours. On one host it returns when that is done."""
-        with self._translated("the holder is gone"):
-            handle = self._agent.make_prepped_xfer("READ", self._local, local, peer, remote)
-            read = Read(handle)
-            try:
-                read.done = _is_done(self._agent.transfer(handle))
-            except BaseException:
-                handle.release()
-                raise
-        return read
+        return self._start("READ", self._local, local, source.blocks, remote)
 
-    def check(self, read: Read) -> bool:
-        """Return whether all blocks are here."""
-        with self._translated("the holder is gone"):
-            read.done = read.done or _is_done(self._agent.check_xfer_state(read.handle))
-        return read.done
+    def look(self, source: Source, number: int) -> tuple[Transfer, int]:
+        """Start to read the word of a ticket's number; it will be at the place returned.
 
-    def release(self, read: Read) -> None:
-        """Let go of a read."""
-        with self._translated("a read cannot be released"):
-            read.handle.release()
+        What `seen` says of a place is good until as many looks later as there are slots.
+        """
+        self._looks = (self._looks + 1) % SLOTS
+        place = self._looks
+        self._words[place] = 0
+        ours, theirs = _one(place), _one(slot_of(number))
+        return self._start("READ", self._seen, ours, source.board, theirs), place
+
+    def seen(self, place: int) -> int:
+        """Return the word that a `look` found."""
+        return int(self._words[place])
+
+    def mark(self, source: Source, number: int) -> Transfer:
+        """Start to clear the word of a ticket's number."""
+        theirs = _one(slot_of(number))
+        return self._start("WRITE", self._closed, _one(0), source.board, theirs)
+
+    def check(self, transfer: Transfer) -> bool:
+        """Return whether all of it is there."""
+        with self._translated("the holder is gone"):
+            done = transfer.done or _is_done(self._agent.check_xfer_state(transfer.handle))
+        transfer.done = done
+        return done
+
+    def release(self, transfer: Transfer) -> None:
+        """Let go of a transfer."""
+        with self._translated("a transfer cannot be released"):
+            transfer.handle.release()
 
     def send(self, name: str, message: bytes) -> None:
         """Send a message to a peer that was `add`ed, or to ourselves."""
@@ -134,10 +171,31 @@ class Agent:
     def close(self) -> None:
         """End the agent, and with it every read: nothing is written any more. Once only."""
         agent, self._agent = self._agent, None
-        local, self._local = self._local, None
+        prepared = self._local, self._seen, self._closed
+        self._local = self._seen = self._closed = None
         with self._translated("NIXL did not close in order"):
-            local.release()
-            agent.deregister_memory(self._registered)
+            for each in prepared:
+                each.release()
+            for each in self._registered:
+                agent.deregister_memory(each)
+
+    def _descriptors(self, name: str, region: Region) -> Any:
+        size, count = region.layout.block_bytes, region.layout.total_blocks
+        strided = np.array([[region.address, size, region.device, size, count]], np.uint64)
+        return self._agent.prep_xfer_dlist(name, strided, region.kind)
+
+    def _start(
+        self, operation: str, ours: Any, local: Indices, theirs: Any, remote: Indices
+    ) -> Transfer:
+        with self._translated("the holder is gone"):
+            handle = self._agent.make_prepped_xfer(operation, ours, local, theirs, remote)
+            transfer = Transfer(handle)
+            try:
+                transfer.done = _is_done(self._agent.transfer(handle))
+            except BaseException:
+                handle.release()
+                raise
+        return transfer
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -145,6 +203,14 @@ class Agent:
             yield
         except self._errors as error:
             raise TransferError(f"{what}: {error}") from error
+
+
+def _words(count: int, address: int) -> Region:
+    return Region(PoolLayout(count, WORD_BYTES), address)
+
+
+def _one(index: int) -> Indices:
+    return np.array([index], np.int32)
 
 
 def _is_done(state: str) -> bool:

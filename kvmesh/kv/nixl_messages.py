@@ -1,4 +1,4 @@
-"""What NIXL transports tell each other, as bytes: where a pool is, questions and answers.
+"""What NIXL transports tell each other, as bytes: offers of a pool, and notices.
 
 Pure functions. Little endian; the revision counts changes of any of it.
 """
@@ -10,16 +10,15 @@ from kvmesh.errors import TicketError
 from kvmesh.kv.base import PoolLayout
 
 PING = b"."
-"""Says nothing. Sending it fails when the peer is gone."""
+"""Says nothing: peers are more attentive after it."""
 
 _MAGIC = b"KVNX"
-_REVISION = 1
-_SITE = struct.Struct("<4sBBIQQQH")  # magic, revision, kind, device, address, layout, epoch
-_ASK = struct.Struct("<cQHH")  # kind, number, bytes of the holder's epoch and of the ticket's id
-_ANSWER = struct.Struct("<cQ")  # kind, number
+_REVISION = 2
+# magic, revision, kind, device, address, layout (2), board's address, number, bytes of the epoch
+_OFFER = struct.Struct("<4sBBIQQQQQH")
+_PULLED = struct.Struct("<cQ")  # kind, number
 _MAX_BLOCKS = (1 << 31) - 1  # NIXL counts descriptors in 32 bits
 _KINDS = ("DRAM", "VRAM")
-_ASKED, _YES, _NO = b"?", b"+", b"-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +33,17 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the pool of one life is, and the metadata by which NIXL finds its agent."""
+    """Where the pool and the board of one life are, and how NIXL finds its agent."""
 
     epoch: str
     region: Region
+    board: int
     metadata: bytes
 
-    def pack(self) -> bytes:
-        """Return it as `KvTransport.describe` does."""
+    def offer(self, number: int) -> bytes:
+        """Return what a peer needs to pull by the ticket of a number."""
         region, epoch = self.region, self.epoch.encode()
-        head = _SITE.pack(
+        head = _OFFER.pack(
             _MAGIC,
             _REVISION,
             _KINDS.index(region.kind),
@@ -51,73 +51,37 @@ class Site:
             region.address,
             region.layout.total_blocks,
             region.layout.block_bytes,
+            self.board,
+            number,
             len(epoch),
         )
         return head + epoch + self.metadata
 
 
-def parse_site(description: bytes) -> Site:
-    """Return what `Site.pack` made. Raises `TicketError` for anything else."""
+def parse_offer(offer: bytes) -> tuple[Site, int]:
+    """Return what `Site.offer` was made of. Raises `TicketError` for anything else."""
     try:
-        magic, revision, kind, device, address, blocks, size, length = _SITE.unpack_from(
-            description
+        magic, revision, kind, device, address, blocks, size, board, number, length = (
+            _OFFER.unpack_from(offer)
         )
         if (magic, revision) != (_MAGIC, _REVISION):
             raise TicketError("the ticket is not for this revision of the nixl transport")
         if blocks > _MAX_BLOCKS:
             raise TicketError("the ticket describes a pool larger than any")
         region = Region(PoolLayout(blocks, size), address, _KINDS[kind], device)
-        at = _SITE.size + length
-        return Site(description[_SITE.size : at].decode(), region, description[at:])
+        at = _OFFER.size + length
+        return Site(offer[_OFFER.size : at].decode(), region, board, offer[at:]), number
     except (struct.error, ValueError, IndexError) as error:
         raise TicketError("the ticket does not describe a pool of the nixl transport") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """The question whether `holder`, an epoch, held a ticket until now.
-
-    `metadata` is the asker's, so that it can be answered.
-    """
-
-    number: int
-    holder: str
-    ticket_id: str
-    metadata: bytes
-
-    def pack(self) -> bytes:
-        """Return it as a message."""
-        holder, ticket = self.holder.encode(), self.ticket_id.encode()
-        head = _ASK.pack(_ASKED, self.number, len(holder), len(ticket))
-        return head + holder + ticket + self.metadata
+def pulled(number: int) -> bytes:
+    """Return the notice that the blocks of a number's ticket were copied."""
+    return _PULLED.pack(b"!", number)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to the question of this number."""
-
-    number: int
-    held: bool
-
-    def pack(self) -> bytes:
-        """Return it as a message."""
-        return _ANSWER.pack(_YES if self.held else _NO, self.number)
-
-
-def parse_message(message: bytes) -> Ask | Answer | None:
-    """Return what a peer says; None for a ping and for noise."""
-    kind = message[:1]
-    try:
-        if kind == _ASKED:
-            _, number, holder_bytes, ticket_bytes = _ASK.unpack_from(message)
-            ticket_at = _ASK.size + holder_bytes
-            end = ticket_at + ticket_bytes
-            if end > len(message):
-                return None
-            holder = message[_ASK.size : ticket_at].decode()
-            return Ask(number, holder, message[ticket_at:end].decode(), message[end:])
-        if kind in {_YES, _NO}:
-            return Answer(_ANSWER.unpack(message)[1], kind == _YES)
-    except (struct.error, UnicodeDecodeError):
+def parse_pulled(message: bytes) -> int | None:
+    """Return the number of a notice; None for a ping and for noise."""
+    if len(message) != _PULLED.size or not message.startswith(b"!"):
         return None
-    return None
+    return int(_PULLED.unpack(message)[1])

@@ -1,4 +1,4 @@
-"""The thread that owns a NIXL agent: reads blocks, asks and answers, and sleeps in between.
+"""The thread that owns a NIXL agent: reads blocks, tells and hears, and sleeps in between.
 
 NIXL moves nothing by itself: what peers want of this process, and what they tell it, waits
 until somebody calls. So the thread calls every 0.1 ms while something is going on and ever
@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,27 +18,28 @@ from typing import Any
 
 from kvmesh.clock import Clock
 from kvmesh.errors import MeshError, TicketError, TransferError
-from kvmesh.kv.nixl_agent import Agent, Indices, Read
-from kvmesh.kv.nixl_messages import PING, Answer, Ask, Region, Site, parse_message
+from kvmesh.kv.nixl_agent import Agent, Indices, Source, Transfer
+from kvmesh.kv.nixl_messages import PING, Region, Site, parse_pulled, pulled
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 25  # one read: about 5 ms on one host, in which nobody is answered
+_PIECE_BYTES = 1 << 25  # one read: about 5 ms on one host, in which nobody is served
+_TURN_SECONDS = 0.002  # of one pull; then others have theirs
 _READING_SECONDS = 0.0002  # between two looks at reads that run by themselves
+_PATIENCE_SECONDS = 0.05  # before a holder that nothing comes from is written to
 _BUSY_SECONDS = 0.0001
 _IDLE_SECONDS = 0.04
 _IDLE_SHARE = 0.02  # of the time since something went on: 2 s until it is idle
-_PING_SECONDS = 0.1  # how soon a holder's death is seen while it should answer
 _CLOSE_SECONDS = 1.0  # for reads under way: to cut one off can upset its holder
 _MAX_PEERS = 256  # known at a time; the longest unused is forgotten first
 
 
 @dataclass(slots=True)
 class _Peer:
-    """A known agent; `blocks` are its prepared descriptors once something was pulled."""
+    """A known agent, and its pool as it is read."""
 
     name: str
-    blocks: Any = None
+    source: Source
     broken: bool = False
 
 
@@ -46,48 +47,51 @@ class _Peer:
 class Job:
     """One pull. Both futures are of the event loop, where the thread sets them.
 
-    `outcome` is whether the holder held the ticket, `settled` that nothing is written any
-    more. `stuck` is set by the loop when it waits no longer for a read that doesn't end.
+    `outcome` is whether the ticket was open after the blocks were copied, `settled` that
+    nothing is written any more. `stuck` is set by the loop when it waits no longer for a
+    read that doesn't end.
     """
 
     site: Site
     remote: Indices
     local: Indices
-    ticket_id: str
+    number: int
     outcome: asyncio.Future[bool]
     settled: asyncio.Future[None]
     stuck: bool = False
     abandoned: bool = False
-    at: int = 0
-    read: Read | None = field(default=None, repr=False)
+    held: bool = False
+    waited: float = 0.0
     peer: _Peer | None = field(default=None, repr=False)
+    transfer: Transfer | None = field(default=None, repr=False)
+    transfers: Iterator[Transfer] = field(default=iter(()), repr=False)
 
 
-OnAsked = Callable[[Sequence[tuple[str, Ask]]], None]
-"""Gets what peers ask, each with the asker's name, in the event loop."""
+OnHeard = Callable[[Sequence[int]], None]
+"""Gets the numbers of tickets whose blocks peers say they have copied, in the event loop."""
 
 
 class AgentThread:
     """Runs jobs until closed. Made in a running event loop, and used from it alone."""
 
-    def __init__(self, name: str, region: Region, clock: Clock, on_asked: OnAsked) -> None:
+    def __init__(
+        self, name: str, region: Region, board: int, clock: Clock, on_heard: OnHeard
+    ) -> None:
         """Start the agent, which takes up to half a second. Raises `TransferError`."""
         self._name = name
         self._region = region
         self._clock = clock
-        self._on_asked = on_asked
+        self._board = board
+        self._on_heard = on_heard
         self._loop = asyncio.get_running_loop()
-        # Bounded by the pulls in flight and by what peers ask: at most two for each.
+        # Bounded by the pulls in flight: at most two for each.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = asyncio.Event()
         self._closing: float | None = None
         self._active = clock.now()
-        self._pinged = clock.now()
-        self._count = 0
         self._piece = max(1, _PIECE_BYTES // region.layout.block_bytes)
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
-        self._reading: list[Job] = []
-        self._asked: dict[int, Job] = {}
+        self._pulling: list[Job] = []
         started: Future[Agent] = Future()
         self._thread = threading.Thread(
             target=self._main, args=(started,), name="nixl", daemon=True
@@ -103,10 +107,6 @@ class AgentThread:
     def abandon(self, job: Job) -> None:
         """Stop a job as soon as its read, if there is one, has ended."""
         self._post(lambda: self._abandon(job))
-
-    def answer(self, answers: Sequence[tuple[str, Ask, bool]]) -> None:
-        """Answer what was asked, each by the asker's name."""
-        self._post(lambda: self._answer(answers))
 
     def expect(self) -> None:
         """Be attentive: a peer will come soon."""
@@ -137,7 +137,7 @@ class AgentThread:
 
     def _main(self, started: "Future[Agent]") -> None:
         try:
-            agent = self._agent = Agent(self._name, self._region)
+            agent = self._agent = Agent(self._name, self._region, self._board)
         except Exception as error:  # noqa: BLE001 - top of a task: raised where it was made
             started.set_exception(error)
             return
@@ -151,194 +151,142 @@ class AgentThread:
             self._in_loop(self._end)
 
     def _serve(self) -> None:
-        while self._closing is None or (self._reading and self._clock.now() < self._closing):
+        while self._closing is None or (self._pulling and self._clock.now() < self._closing):
             with suppress(queue.Empty):
                 self._commands.get(timeout=self._pause())()
                 self._active = self._clock.now()
                 while True:
                     self._commands.get_nowait()()
             self._listen()
-            for job in tuple(self._reading):
+            for job in tuple(self._pulling):
                 self._advance(job)
-            self._ping()
 
     def _pause(self) -> float:
-        moving = [job for job in self._reading if not job.stuck]
+        moving = [job for job in self._pulling if not job.stuck]
         if moving:
-            waiting = all(job.read is not None and not job.read.done for job in moving)
+            waiting = all(job.transfer is not None and not job.transfer.done for job in moving)
             return _READING_SECONDS if waiting else 0.0
         idle = self._clock.now() - self._active
         return min(max(idle * _IDLE_SHARE, _BUSY_SECONDS), _IDLE_SECONDS)
 
     def _listen(self) -> None:
-        asks = []
-        for sender, message in self._agent.receive():
+        numbers = []
+        for _, message in self._agent.receive():
             self._active = self._clock.now()
-            said = parse_message(message)
-            if isinstance(said, Ask) and f"kvmesh-{said.holder}" == self._name:
-                asks.append((sender, said))
-            elif isinstance(said, Answer):
-                self._take(sender, said)
-        if asks:
-            self._in_loop(self._on_asked, asks)
-
-    def _take(self, sender: str, answer: Answer) -> None:
-        job = self._asked.get(answer.number)
-        if job is not None and job.peer is not None and job.peer.name == sender:
-            del self._asked[answer.number]
-            self._let_go(job)
-            self._in_loop(_resolve, job.outcome, answer.held)
+            number = parse_pulled(message)
+            if number is not None:
+                numbers.append(number)
+        if numbers:
+            self._in_loop(self._on_heard, numbers)
 
     def _start(self, job: Job) -> None:
         try:
             if self._closing is not None:
                 raise TransferError("the transport was closed")
-            job.peer = self._source(job.site)
-            self._agent.send(job.peer.name, PING)  # so that it is attentive when asked
+            job.peer = self._meet(job.site)
         except MeshError as error:
-            if job.peer is not None:
-                self._break(job.peer, [job], error)
-            else:
-                self._fail(job, error)
-                self._settle(job)
-        else:
-            self._reading.append(job)
+            self._fail(job, error)
+            self._settle(job)
+            return
+        job.transfers = self._transfers(job, job.peer.source)
+        self._pulling.append(job)
+        self._advance(job)
 
-    def _source(self, site: Site) -> _Peer:
-        """Return the peer with its blocks ready to be read."""
-        peer = self._meet(f"kvmesh-{site.epoch}", site.metadata)
-        if any(job.stuck and job.peer is peer for job in self._reading):
-            raise TransferError("the holder has not answered an earlier pull yet")
-        if peer.blocks is None:
-            peer.blocks = self._agent.prepare(peer.name, site.region)
-        return peer
-
-    def _meet(self, name: str, metadata: bytes) -> _Peer:
+    def _meet(self, site: Site) -> _Peer:
         """Return a peer, known or new."""
+        name = f"kvmesh-{site.epoch}"
         peer = self._peers.get(name)
         if peer is None:
-            if name != self._name and self._agent.add(metadata) != name:
+            if name != self._name and self._agent.add(site.metadata) != name:
                 raise TicketError("the ticket names another holder than its metadata")
-            peer = self._peers[name] = _Peer(name)
+            peer = self._peers[name] = _Peer(name, self._agent.prepare(name, site))
             for other in list(self._peers.values())[:-_MAX_PEERS]:
                 self._forget(other)
         if peer.broken:
             raise TransferError("the holder is gone")
+        if any(job.stuck and job.peer is peer for job in self._pulling):
+            raise TransferError("the holder has not answered an earlier pull yet")
         self._peers.move_to_end(name)
         return peer
 
     def _forget(self, peer: _Peer) -> None:
         """Drop a peer, now or when no job uses it any more."""
-        jobs = (*self._reading, *self._asked.values())
-        if any(job.peer is peer for job in jobs) or self._peers.get(peer.name) is not peer:
+        if any(job.peer is peer for job in self._pulling):
+            return
+        if self._peers.get(peer.name) is not peer:
             return
         del self._peers[peer.name]
-        blocks, peer.blocks = peer.blocks, None
         with suppress(TransferError):  # it is gone already: then there is nothing to undo
-            if blocks is not None:
-                self._agent.forget(blocks)
+            self._agent.forget(peer.source)
             if peer.name != self._name:
                 self._agent.remove(peer.name)
 
+    def _transfers(self, job: Job, source: Source) -> Iterator[Transfer]:
+        """Start a pull's transfers, each when the one before is done."""
+        agent = self._agent
+        for at in range(0, len(job.local), self._piece):
+            stop = at + self._piece
+            yield agent.read(source, job.remote[at:stop], job.local[at:stop])
+        transfer, place = agent.look(source, job.number)
+        yield transfer
+        job.held = agent.seen(place) == job.number
+        if job.held:
+            yield agent.mark(source, job.number)
+
     def _advance(self, job: Job) -> None:
-        """Go on with a job that reads: look, read the next piece, or ask."""
-        assert job.peer is not None
+        """Go on with a pull as far as it goes without waiting, or for the time of a piece."""
+        peer = job.peer
+        assert peer is not None
+        due = self._clock.now() + _TURN_SECONDS
         try:
-            if job.read is not None and not self._agent.check(job.read):
-                return
-            self._release(job)
-            if job.abandoned or job.at >= len(job.local):
-                self._reading.remove(job)
-                self._settle(job)
-                if job.abandoned:
-                    self._let_go(job)
-                else:
-                    self._ask(job, job.peer)
-                return
-            stop = job.at + self._piece
-            job.read = self._agent.read(
-                job.peer.blocks, job.remote[job.at : stop], job.local[job.at : stop]
-            )
-            job.at = stop
+            while job.transfer is None or self._agent.check(job.transfer):
+                self._release(job)
+                job.transfer = None if job.abandoned else next(job.transfers, None)
+                if job.transfer is None:
+                    self._finish(job)
+                    return
+                if self._clock.now() > due:
+                    return
+            self._waken(job, peer)
         except TransferError as error:
-            self._break(job.peer, [job], error)
+            peer.broken = True
+            if not job.held:  # else nothing is missing but the holder's hearing of it
+                self._fail(job, error)
+            self._finish(job)
 
-    def _ask(self, job: Job, peer: _Peer) -> None:
-        self._count += 1
-        self._asked[self._count] = job
-        ask = Ask(self._count, job.site.epoch, job.ticket_id, self._agent.metadata)
-        self._agent.send(peer.name, ask.pack())
-        self._active = self._clock.now()
+    def _waken(self, job: Job, peer: _Peer) -> None:
+        """Make a holder attentive that keeps a pull waiting. Transfers wait for messages too."""
+        if not job.waited:
+            job.waited = self._clock.now()
+        elif self._clock.now() > job.waited + _PATIENCE_SECONDS:
+            job.waited = self._clock.now()
+            self._agent.send(peer.name, PING)
 
-    def _ping(self) -> None:
-        """Send something to those that owe an answer: that fails where one has died."""
-        now = self._clock.now()
-        if not self._asked or now < self._pinged + _PING_SECONDS:
-            return
-        self._pinged = now
-        owing: dict[str, list[Job]] = {}
-        for job in self._asked.values():
-            assert job.peer is not None
-            owing.setdefault(job.peer.name, []).append(job)
-        for name, jobs in owing.items():
+    def _finish(self, job: Job) -> None:
+        """Let go of a pull, and say how it ended."""
+        peer = job.peer
+        assert peer is not None
+        self._release(job)
+        self._pulling.remove(job)
+        job.peer = None
+        self._in_loop(_resolve, job.outcome, job.held)
+        self._settle(job)
+        if job.held and not peer.broken:
             try:
-                self._agent.send(name, PING)
-            except TransferError as error:
-                self._break(self._peers[name], jobs, error)
-
-    def _break(self, peer: _Peer, jobs: Sequence[Job], error: MeshError) -> None:
-        """Fail jobs because their peer has failed. Its other jobs will see it themselves."""
-        peer.broken = True
-        for job in jobs:
-            self._release(job)
-            self._unask(job)
-            if job in self._reading:
-                self._reading.remove(job)
-            job.peer = None
-        self._forget(peer)
-        for job in jobs:
-            self._fail(job, error)
-            self._settle(job)
-
-    def _abandon(self, job: Job) -> None:
-        job.abandoned = True  # one that reads is seen to by `_advance`
-        if self._unask(job):
-            self._let_go(job)
-
-    def _unask(self, job: Job) -> bool:
-        """Wait for no answer any more; False if none was waited for."""
-        numbers = [number for number, each in self._asked.items() if each is job]
-        for number in numbers:
-            del self._asked[number]
-        return bool(numbers)
-
-    def _answer(self, answers: Sequence[tuple[str, Ask, bool]]) -> None:
-        if self._closing is not None:
-            return
-        for name, ask, held in answers:
-            try:
-                peer = self._meet(name, ask.metadata)
-            except MeshError as error:
-                log.debug("cannot answer %s: %s", name, error)
-                continue
-            try:
-                self._agent.send(name, Answer(ask.number, held).pack())
-            except TransferError as error:
-                log.debug("cannot answer %s: %s", name, error)
+                self._agent.send(peer.name, pulled(job.number))
+            except TransferError:
                 peer.broken = True
-                self._forget(peer)
-
-    def _let_go(self, job: Job) -> None:
-        """End a job's use of its peer."""
-        peer, job.peer = job.peer, None
-        if peer is not None and peer.broken:
+        if peer.broken:
             self._forget(peer)
 
+    def _abandon(self, job: Job) -> None:
+        job.abandoned = True  # seen by `_advance` when the transfer has ended
+
     def _release(self, job: Job) -> None:
-        read, job.read = job.read, None
-        if read is not None:
-            with suppress(TransferError):  # of a read that failed
-                self._agent.release(read)
+        transfer, job.transfer = job.transfer, None
+        if transfer is not None:
+            with suppress(TransferError):  # of one that failed
+                self._agent.release(transfer)
 
     def _fail(self, job: Job, error: MeshError) -> None:
         # Without the traceback: its frames would keep the agent alive.
@@ -352,15 +300,14 @@ class AgentThread:
             return
         self._closing = self._clock.now() + _CLOSE_SECONDS
         error = TransferError("the transport was closed")
-        for job in (*self._reading, *self._asked.values()):
+        for job in self._pulling:
             job.abandoned = True
             self._fail(job, error)
 
     def _shut(self) -> None:
         """End the agent: what still reads is cut off."""
         self._close()
-        jobs, self._reading = self._reading, []
-        self._asked.clear()
+        jobs, self._pulling = self._pulling, []
         for job in jobs:
             self._release(job)
             job.peer = None

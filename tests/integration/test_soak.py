@@ -172,14 +172,14 @@ async def test_nothing_is_left_after_hundreds_of_random_requests(folder: Path) -
 
 
 async def test_the_soak_finds_a_planted_leak(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, calls = Ledger.take, iter(range(10**9))
+    release, calls = Ledger.release, iter(range(10**9))
 
     def forgetful(self: Ledger, *arguments: Any) -> Any:
         # One pull in twenty ends its lease without anybody noticing.
         lease = release(self, *arguments)
         return replace(lease, blocks=lease.blocks[1:]) if lease and next(calls) % 20 == 7 else lease
 
-    monkeypatch.setattr(Ledger, "take", forgetful)
+    monkeypatch.setattr(Ledger, "release", forgetful)
     async with served(folder) as (running, client):
         await soak(client, 1, 120)
         with pytest.raises(TimeoutError):

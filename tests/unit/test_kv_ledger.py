@@ -21,24 +21,18 @@ def test_totals_count_shared_blocks_once(ledger: Ledger) -> None:
     assert (len(ledger), ledger.blocks, ledger.byte_count) == (0, 0, 0)
 
 
-def test_is_taken_once(ledger: Ledger) -> None:
-    lease = ledger.take("a", now=4.9)
+def test_is_released_once(ledger: Ledger) -> None:
+    lease = ledger.release("a")
     assert lease is not None
     assert lease.blocks == (1, 2)
-    assert ledger.take("a", now=4.9) is None
     assert ledger.release("a") is None
+    assert [lease.ticket_id for lease in ledger.expire(9.0)] == ["b"]
 
 
-def test_is_not_taken_at_its_expiry(ledger: Ledger) -> None:
-    assert ledger.take("a", now=5.0) is None
+def test_ends_at_its_expiry(ledger: Ledger) -> None:
+    assert ledger.expire(4.9) == []
     assert [lease.ticket_id for lease in ledger.expire(5.0)] == ["a"]
-    assert ledger.take("a", now=0.0) is None
-
-
-def test_a_released_one_is_not_taken(ledger: Ledger) -> None:
-    assert ledger.release("a") is not None
-    assert ledger.take("a", now=0.0) is None
-    assert ledger.expire(5.0) == []
+    assert ledger.release("a") is None
 
 
 def test_next_expiry(ledger: Ledger) -> None:
@@ -50,7 +44,6 @@ def test_next_expiry(ledger: Ledger) -> None:
 
 
 def test_unknown_tickets(ledger: Ledger) -> None:
-    assert ledger.take("c", now=0.0) is None
     assert ledger.release("c") is None
 
 
