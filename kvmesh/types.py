@@ -4,21 +4,18 @@ They are valid once built. JSON and protobuf are turned into these at the edge
 (`kvmesh.wire`, `services/*/servicer.py`, the REST schemas) and nowhere else.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvmesh.errors import InvalidRequestError
-
-MAX_LOGIT_BIASES = 1024
-"""Tokens that one request may bias."""
-
-MAX_ALLOWED_TOKENS = 1024
-"""Tokens that one request may be held to."""
-
-MAX_LOGPROBS = 20
-"""Tokens whose log probabilities one request may get at each position."""
+from kvmesh.sampling import (
+    SAMPLING_RANGES,
+    check_allowed,
+    check_bad_words,
+    check_logit_bias,
+    check_ranges,
+)
 
 LOGPROB_FLOOR = -9999.0
 """What an impossible token's log probability is given as: JSON has no infinity."""
@@ -61,7 +58,8 @@ class Sampling:
     `logit_bias` is pairs of a token id and what is added to its logit, in [-100, 100].
     `logprobs` None: no log probabilities; 0: the sampled token's; up to 20: also those of
     so many likeliest. `prompt_logprobs` asks the same of the prompt's tokens but the first.
-    `allowed_token_ids`: the only tokens that may be sampled; empty: all.
+    `allowed_token_ids`: the only tokens that may be sampled; empty: all. `bad_words`:
+    sequences of token ids that the completion never has, none of them empty.
     """
 
     max_tokens: int | None = None
@@ -80,60 +78,22 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no engine could honour."""
-        for name, (low, high, words) in SAMPLING_RANGES.items():
-            value = getattr(self, name)
-            if (value is not None and not low <= value <= high) or (name, value) == ("top_k", 0):
-                raise InvalidRequestError(f"{name} must be {words}, got {value}", field=name)
+        check_ranges({name: getattr(self, name) for name in SAMPLING_RANGES})
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
                 field="min_tokens",
             )
         if self.logit_bias:
-            _check_logit_bias(self.logit_bias)
-        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
-            raise InvalidRequestError(
-                f"allowed_token_ids may have {MAX_ALLOWED_TOKENS} ids, "
-                f"got {len(self.allowed_token_ids)}",
-                field="allowed_token_ids",
-            )
-
-
-_ABOVE_0 = math.ulp(0.0)
-
-SAMPLING_RANGES: Mapping[str, tuple[float, float, str]] = {
-    "max_tokens": (1, 2**32 - 1, "at least 1 and below 2**32"),
-    "min_tokens": (0, 2**32 - 1, "at least 0 and below 2**32"),
-    "temperature": (0, 100, "between 0 and 100"),
-    "top_p": (_ABOVE_0, 1, "above 0 and at most 1"),
-    "top_k": (-1, 2**31 - 1, "-1 (all) or at least 1 and below 2**31"),
-    "min_p": (0, 1, "between 0 and 1"),
-    "presence_penalty": (-2, 2, "between -2 and 2"),
-    "frequency_penalty": (-2, 2, "between -2 and 2"),
-    "repetition_penalty": (_ABOVE_0, 100, "above 0 and at most 100"),
-    "seed": (-(2**63), 2**63 - 1, "at least -2**63 and below 2**63"),
-    "logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-    "prompt_logprobs": (0, MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-}
-"""The least and the greatest value of each number of `Sampling`, and that in words."""
-
-
-def _check_logit_bias(pairs: tuple[tuple[int, float], ...]) -> None:
-    def refuse(message: str) -> InvalidRequestError:
-        return InvalidRequestError(message, field="logit_bias")
-
-    if len(pairs) > MAX_LOGIT_BIASES:
-        raise refuse(f"logit_bias may have {MAX_LOGIT_BIASES} entries, got {len(pairs)}")
-    if len(dict(pairs)) < len(pairs):
-        raise refuse("logit_bias has a token id twice")
-    for token_id, bias in pairs:
-        if not 0 <= token_id < 2**32:
-            raise refuse(f"logit_bias has a token id out of range: {token_id}")
-        if not -100 <= bias <= 100:  # so written, NaN is outside
-            raise refuse(f"logit_bias must be between -100 and 100, got {bias} for {token_id}")
+            check_logit_bias(self.logit_bias)
+        if self.allowed_token_ids:
+            check_allowed(self.allowed_token_ids)
+        if self.bad_words:
+            check_bad_words(self.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +103,12 @@ class TokenLogprob:
     Of the model's own distribution, before temperature, penalties, biases and everything
     else that sampling does. Finite: nothing is below `LOGPROB_FLOOR`. `top` is the
     likeliest tokens and theirs, likeliest first; the sampled one need not be among them.
+    `rank` is the sampled one's place among all tokens, from 1; 0: not known.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +128,14 @@ class TokenScore:
 class TextLogprob:
     """A token of a text: `offset` is where its own text begins, in characters.
 
-    `top` is the likeliest tokens at its position, likeliest first.
+    `top` is the likeliest tokens at its position, likeliest first. `rank` is the token's
+    place among all there, from 1; 0: not known.
     """
 
     token: TokenScore
     offset: int
     top: tuple[TokenScore, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +226,14 @@ Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A prompt as token ids, with the chained hashes of its full KV blocks."""
+    """A prompt as token ids, with the chained hashes of its full KV blocks.
+
+    `bad_words` is what the words that were encoded with it are in token ids.
+    """
 
     token_ids: Sequence[int]
     block_hashes: Sequence[int] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +314,27 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The router's decision on one request. `prefill` None: decode prefills itself."""
+    """The router's decision on one request. `prefill` None: decode prefills itself.
+
+    `why` is for people; `reason` says in one word why the prompt is computed there.
+    `waited` is in seconds, in the router's queue.
+    """
 
     decode: Worker
     prefill: Worker | None
     expected_cached_tokens: int
     why: str
+    policy: str = ""
+    reason: str = ""
+    waited: float = 0.0
+
+
+class Leg(StrEnum):
+    """A part of a request, by who does it: one of the plan's workers, or both together."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HANDOFF = "handoff"
 
 
 @dataclass(frozen=True, slots=True)

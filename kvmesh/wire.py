@@ -5,7 +5,7 @@
 these types look on the wire.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -23,6 +23,7 @@ from kvmesh.types import (
     Context,
     FinishReason,
     KvTicket,
+    Leg,
     Load,
     Plan,
     Prompt,
@@ -70,6 +71,13 @@ _FINISH_FROM_PROTO: dict[int, FinishReason | None] = {
     number: reason for reason, number in _FINISH_TO_PROTO.items()
 }
 
+LEG_TO_PROTO: Mapping[Leg, router_pb2.RouteProgress.Leg] = {
+    Leg.PREFILL: router_pb2.RouteProgress.LEG_PREFILL,
+    Leg.DECODE: router_pb2.RouteProgress.LEG_DECODE,
+    Leg.HANDOFF: router_pb2.RouteProgress.LEG_HANDOFF,
+}
+LEG_FROM_PROTO: Mapping[int, Leg] = {number: leg for leg, number in LEG_TO_PROTO.items()}
+
 
 def sampling_to_proto(sampling: Sampling, out: generation_pb2.SamplingParams) -> None:
     """Write `sampling` into `out`; what is None stays absent."""
@@ -79,6 +87,8 @@ def sampling_to_proto(sampling: Sampling, out: generation_pb2.SamplingParams) ->
             setattr(out, name, value)
     out.stop_token_ids.extend(sampling.stop_token_ids)
     out.allowed_token_ids.extend(sampling.allowed_token_ids)
+    for sequence in sampling.bad_words:
+        out.bad_words.add(ids=sequence)
     if sampling.logit_bias:
         out.logit_bias.update(sampling.logit_bias)
 
@@ -90,8 +100,16 @@ def sampling_from_proto(message: generation_pb2.SamplingParams) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         allowed_token_ids=tuple(message.allowed_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=sequences_from_proto(message.bad_words),
         **given,
     )
+
+
+def sequences_from_proto(
+    messages: Iterable[generation_pb2.TokenSequence],
+) -> tuple[tuple[int, ...], ...]:
+    """Read sequences of token ids."""
+    return tuple([tuple(message.ids) for message in messages])
 
 
 def context_to_proto(context: Context, out: generation_pb2.RequestContext, clock: Clock) -> None:
@@ -180,6 +198,9 @@ def plan_to_proto(plan: Plan, out: router_pb2.RoutePlan) -> None:
         _worker_to_proto(plan.prefill, out.prefill)
     out.expected_cached_tokens = plan.expected_cached_tokens
     out.why = plan.why
+    out.policy = plan.policy
+    out.reason = plan.reason
+    out.waited_seconds = plan.waited
 
 
 def plan_from_proto(message: router_pb2.RoutePlan) -> Plan:
@@ -189,6 +210,9 @@ def plan_from_proto(message: router_pb2.RoutePlan) -> Plan:
         prefill=_worker_from_proto(message.prefill) if message.HasField("prefill") else None,
         expected_cached_tokens=message.expected_cached_tokens,
         why=message.why,
+        policy=message.policy,
+        reason=message.reason,
+        waited=message.waited_seconds,
     )
 
 

@@ -27,6 +27,7 @@ def logprobs_to_proto(rows: Sequence[TokenLogprob], out: LogprobColumns) -> None
         out.top_count = len(rows[0].top)
     for row in rows:
         out.logprobs.append(row.logprob)
+        out.ranks.append(row.rank)
         out.top_token_ids.extend(token_id for token_id, _ in row.top)
         out.top_logprobs.extend(logprob for _, logprob in row.top)
 
@@ -34,6 +35,7 @@ def logprobs_to_proto(rows: Sequence[TokenLogprob], out: LogprobColumns) -> None
 def logprobs_from_proto(message: LogprobColumns) -> tuple[TokenLogprob, ...]:
     """Read columns as rows; () where there are none. They must be of the lengths they say."""
     count, rows = message.top_count, len(message.logprobs)
+    ranks = message.ranks or [0] * rows
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=False))
     if not len(top) == len(message.top_token_ids) == len(message.top_logprobs) == count * rows:
         raise InvalidRequestError(
@@ -41,9 +43,13 @@ def logprobs_from_proto(message: LogprobColumns) -> tuple[TokenLogprob, ...]:
             f"{len(message.top_token_ids)} ids and {len(message.top_logprobs)} values",
             field="top_logprobs",
         )
+    if len(ranks) != rows:
+        raise InvalidRequestError(
+            f"{rows} log probabilities do not fit {len(ranks)} ranks", field="ranks"
+        )
     return tuple(
-        TokenLogprob(logprob, top[at * count : (at + 1) * count])
-        for at, logprob in enumerate(message.logprobs)
+        TokenLogprob(logprob, top[at * count : (at + 1) * count], rank)
+        for at, (logprob, rank) in enumerate(zip(message.logprobs, ranks, strict=True))
     )
 
 
@@ -56,7 +62,7 @@ TextLogprobs = (
 def text_logprobs_to_proto(entries: Sequence[TextLogprob], out: TextLogprobs) -> None:
     """Append the tokens of a text to a message."""
     for entry in entries:
-        added = out.logprobs.add(text_offset=entry.offset)
+        added = out.logprobs.add(text_offset=entry.offset, rank=entry.rank)
         _score_to_proto(entry.token, added.token)
         for score in entry.top:
             _score_to_proto(score, added.top.add())
@@ -69,6 +75,7 @@ def text_logprobs_from_proto(message: TextLogprobs) -> tuple[TextLogprob, ...]:
             _score_from_proto(entry.token),
             entry.text_offset,
             tuple(_score_from_proto(score) for score in entry.top),
+            entry.rank,
         )
         for entry in message.logprobs
     )

@@ -52,7 +52,9 @@ class EngineRequest:
     """One request as an engine sees it: token ids in, nothing about text.
 
     `request_id` is unique in the process. Smaller `priority` goes first.
-    `traceparent` is W3C trace context, or empty.
+    `traceparent` is W3C trace context, or empty. `generated` is how the completion began, on
+    an engine that was lost: what comes now goes on from there, and is what would have come
+    there. All of `sampling` counts these tokens, `max_tokens` too; no step repeats them.
     """
 
     request_id: str
@@ -60,6 +62,7 @@ class EngineRequest:
     sampling: Sampling
     priority: int = 0
     traceparent: str = ""
+    generated: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

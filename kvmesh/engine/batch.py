@@ -61,7 +61,10 @@ class Batch(Generic[S]):
                 self.pulling.add(sequence)
                 pulls.append(sequence)
             else:
-                self.start(sequence)
+                # Even one that has KV of all but its newest token: nothing of a life before
+                # a preemption, or on another worker, is known where tokens are decoded.
+                sequence.phase = Phase.RUNNING
+                self.prompts.append(sequence)
         return pulls
 
     def join(self, sequence: S) -> None:

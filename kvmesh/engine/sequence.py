@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from kvmesh.engine.bad_words import BadWords
 from kvmesh.engine.base import EngineRequest, Finish, StepSink
 from kvmesh.errors import ContextLengthError, InvalidRequestError
 from kvmesh.types import FinishReason, KvTicket, Sampling, TokenLogprob
@@ -45,16 +46,17 @@ class BatchSequence:
     """A request's tokens and the blocks with their KV.
 
     `tokens` are prompt and completion, the first `computed` have KV. `hashes` name its full
-    blocks. No token of `banned` is picked before there are `least` tokens. `left` is how
-    many may still be picked. `sink` is None once nobody listens. Bigger `key` goes first.
-    `logprob` is the newest picked token's, where the request asks for it. `scores` are how
-    likely the prompt's tokens were, without the first, as far as that is known; None where
-    nobody asks, and once they were handed over.
+    blocks. No token of `banned` is picked before there are `least` tokens, and none ever that
+    completes one of `bad_words`. `left` is how many may still be picked. `sink` is None once
+    nobody listens. Bigger `key` goes first. `logprob` is the newest picked token's, where the
+    request asks for it. `scores` are how likely the prompt's tokens were, without the first,
+    as far as that is known; None where nobody asks, and once they were handed over.
 
     Building one raises `InvalidRequestError`, with its field, for what can never run.
     """
 
     __slots__ = (
+        "bad_words",
         "banned",
         "blocks",
         "cached_tokens",
@@ -84,9 +86,13 @@ class BatchSequence:
         sink: StepSink,
         limits: Limits,
     ) -> None:
-        first = ticket.first_token_ids if ticket is not None else ()
+        if ticket is not None and request.generated:
+            raise InvalidRequestError("a ticket begins a completion", field="generated_token_ids")
+        first = request.generated if ticket is None else ticket.first_token_ids
         sampling = request.sampling
         _check_tokens(request.token_ids, limits.vocab_size)
+        for token_id in request.generated:
+            _check_token(token_id, limits.vocab_size, "generated_token_ids")
         check_sampling(sampling, limits.vocab_size, limits.eos_token_ids)
         if kind is not Kind.GENERATE:
             refuse_prompt_logprobs(sampling)
@@ -106,6 +112,9 @@ class BatchSequence:
             raise InvalidRequestError(
                 "stop_token_ids leave nothing to sample", field="stop_token_ids"
             )
+        self.bad_words = BadWords(sampling.bad_words) if sampling.bad_words else None
+        if self.bad_words and len(self.bad_words.lasts | self.banned) >= limits.choices:
+            raise InvalidRequestError("bad_words leave nothing to sample", field="bad_words")
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
         self.hashes: list[int] = []
@@ -122,7 +131,10 @@ class BatchSequence:
     @property
     def banned_now(self) -> frozenset[int]:
         """What the next token must not be."""
-        return self.banned if len(self.tokens) < self.least else frozenset()
+        early = self.banned if len(self.tokens) < self.least else frozenset()
+        if self.bad_words is None:
+            return early
+        return early | self.bad_words.banned(self.tokens, self.prompt_length)
 
     def unscored(self, first: int, stop: int) -> range:
         """Return which of these positions tell how likely the prompt's next token was.
@@ -147,7 +159,8 @@ class BatchSequence:
 def check_sampling(sampling: Sampling, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
     """Raise `InvalidRequestError`, with its field, for token ids that can't be honoured.
 
-    Such are outside of the vocabulary, or all that are allowed are banned by min_tokens.
+    Such are outside of the vocabulary, or all that are allowed are banned by min_tokens or
+    may be by bad_words.
     """
     for token_id in sampling.stop_token_ids:
         _check_token(token_id, vocab_size, "stop_token_ids")
@@ -156,8 +169,18 @@ def check_sampling(sampling: Sampling, vocab_size: int, eos_token_ids: frozenset
     allowed = set(sampling.allowed_token_ids)
     for token_id in sampling.allowed_token_ids:
         _check_token(token_id, vocab_size, "allowed_token_ids")
+    lasts = {sequence[-1] for sequence in sampling.bad_words}
+    for sequence in sampling.bad_words:
+        _check_token(min(sequence), vocab_size, "bad_words")
+        _check_token(max(sequence), vocab_size, "bad_words")
+    if not allowed:
+        return
+    if allowed <= lasts:
+        raise InvalidRequestError(
+            "allowed_token_ids has none that bad_words leave", field="allowed_token_ids"
+        )
     ends = frozenset() if sampling.ignore_eos else eos_token_ids
-    if allowed and sampling.min_tokens and allowed <= ends.union(sampling.stop_token_ids):
+    if sampling.min_tokens and allowed <= lasts.union(ends, sampling.stop_token_ids):
         raise InvalidRequestError(
             "allowed_token_ids has none that may come before min_tokens",
             field="allowed_token_ids",
@@ -203,7 +226,7 @@ def _max_tokens(request: EngineRequest, first: int, longest: int) -> int:
             field="max_tokens",
         )
     if max_tokens <= first:
-        raise InvalidRequestError("prefill has sampled max_tokens already", field="max_tokens")
+        raise InvalidRequestError("max_tokens were sampled already", field="max_tokens")
     if sampling.min_tokens > max_tokens:
         raise InvalidRequestError("min_tokens must be 0 to max_tokens", field="min_tokens")
     return max_tokens

@@ -61,4 +61,5 @@ class EngineDesk:
             sampling=sampling_from_proto(start.sampling),
             priority=call.context.priority,
             traceparent=call.context.traceparent,
+            generated=tuple(getattr(start, "generated_token_ids", ())),
         )

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 SECTIONS = (
     *("rpc", "discovery", "telemetry", "model", "engine"),
     *("http", "limits", "tokenizer", "routing", "queue", "watch"),
+    *("decisions", "tuning"),
 )
 """All sections of all roles: one file may configure a whole mesh."""
 

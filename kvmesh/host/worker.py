@@ -14,6 +14,7 @@ from kvmesh.errors import OverloadedError
 from kvmesh.host.config import ModelConfig
 from kvmesh.host.desk import Running
 from kvmesh.host.process import Config, Life, Process, Service, main
+from kvmesh.kv.blocks import HASH_LABEL, HASH_SCHEME
 from kvmesh.rpc.server import Register
 from kvmesh.rpc.serving import Identity
 from kvmesh.types import CacheSnapshot, KvEvent, Load, Role, WorkerEvent
@@ -120,10 +121,13 @@ async def engine_failed(engine: AsyncEngine) -> None:
 def _details(running: Running) -> dict[str, Any]:
     """Return the fields of a registry entry that an engine decides.
 
-    The label `kv_events` is `no` where the engine does not tell what it has cached.
+    The label `kv_events` is `no` where the engine does not tell what it has cached, and
+    `block_hash` names the hashes that it tells of.
     """
     info = running.info
-    labels = {} if isinstance(running.engine, KvEventSource) else {"kv_events": "no"}
+    labels = {HASH_LABEL: HASH_SCHEME}
+    if not isinstance(running.engine, KvEventSource):
+        labels["kv_events"] = "no"
     return {
         "labels": labels,
         "model": info.model,

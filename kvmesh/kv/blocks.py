@@ -10,6 +10,12 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+HASH_SCHEME = "xxh3-64-v1"
+"""Name of these hashes in the registry. Another way to compute them is another name."""
+
+HASH_LABEL = "block_hash"
+"""Label of a worker's registry entry with the name of the hashes that it tells of."""
+
 _WORD = 4  # bytes of a token id
 
 

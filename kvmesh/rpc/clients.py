@@ -1,42 +1,38 @@
-"""Typed clients of the internal services: the mesh's own types in and out.
+"""Typed clients of the multiplexed services: the mesh's own types in and out.
 
 Each function takes the `Peer` to ask. All errors are `MeshError`s. What returns a call
 returns an async context manager: leaving it cancels what still runs on the server.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import grpc.aio
 
 from kvmesh.clock import Clock
 from kvmesh.errors import InvalidRequestError, MeshError, ProtocolError
 from kvmesh.rpc.calls import BatchCall, Call, ValueCall
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.specs import DECODE, DETOKENIZE, PREFILL, ROUTE, TOKENIZE
-from kvmesh.rpc.status import from_rpc_error
 from kvmesh.types import (
     Completion,
     Context,
     Encoded,
     KvTicket,
+    Leg,
     Plan,
     Prompt,
     Sampling,
     TextLogprob,
     TokenLogprob,
-    WorkerNews,
 )
-from kvmesh.v1 import worker_pb2, worker_pb2_grpc
 from kvmesh.wire import (
-    SCHEMA_REVISION,
+    LEG_TO_PROTO,
     context_to_proto,
-    event_from_proto,
     plan_from_proto,
     prompt_to_proto,
     sampling_to_proto,
+    sequences_from_proto,
     ticket_from_proto,
     ticket_to_proto,
 )
@@ -62,7 +58,8 @@ class TextPiece(NamedTuple):
 class RouteQuery:
     """What a router has to know of a request. Hashes are of `block_size` tokens.
 
-    Requests of one `session` belong together; empty: of none.
+    Requests of one `session` belong together; empty: of none. In the queue those with
+    different `fair_key` share alike.
     """
 
     model: str
@@ -72,6 +69,7 @@ class RouteQuery:
     block_size: int
     excluded: Sequence[str] = ()
     session: str = ""
+    fair_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +91,17 @@ async def encode(  # noqa: PLR0913 - one argument for each field of the start
     clock: Clock,
     *,
     truncate_to: int = 0,
+    bad_words: Sequence[str] = (),
 ) -> Encoded:
-    """Render and encode a prompt. `block_size` 0: no hashes; `truncate_to` 0: all of it."""
-    call = ValueCall(peer.stream(TOKENIZE), lambda m: Encoded(m.token_ids, m.block_hashes))
+    """Render and encode a prompt. `block_size` 0: no hashes; `truncate_to` 0: all of it.
+
+    `bad_words` are encoded with it, for `Sampling.bad_words`.
+    """
+    call = ValueCall(peer.stream(TOKENIZE), _encoded)
     start = call.request.starts.add(
         stream_id=call.stream_id, model=model, block_size=block_size, truncate_to=truncate_to
     )
+    start.bad_words.extend(bad_words)
     context_to_proto(context, start.context, clock)
     prompt_to_proto(prompt, start)
     async with call:
@@ -170,6 +173,18 @@ class PlanCall(ValueCall[Plan]):
                 stream_id=self.stream_id, prefilled=True, cached_tokens=cached_tokens
             )
 
+    def generating(self) -> None:
+        """Say that decode has generated a token: the workers have done their parts."""
+        if self.stream.is_live(self.stream_id):
+            self.stream.outbox.next().progress.add(stream_id=self.stream_id, generating=True)
+
+    def failed(self, leg: Leg, *, timed_out: bool = False) -> None:
+        """Say which part a worker failed, or had not done when the request's time was up."""
+        if self.stream.is_live(self.stream_id):
+            self.stream.outbox.next().progress.add(
+                stream_id=self.stream_id, failed_leg=LEG_TO_PROTO[leg], timed_out=timed_out
+            )
+
 
 def route(peer: Peer, query: RouteQuery, context: Context, clock: Clock) -> PlanCall:
     """Ask for a plan; it comes as the call's `value`."""
@@ -182,6 +197,7 @@ def route(peer: Peer, query: RouteQuery, context: Context, clock: Clock) -> Plan
         block_size=query.block_size,
         excluded_worker_ids=query.excluded,
         session_key=query.session,
+        fair_key=query.fair_key,
     )
     start.block_hashes.extend(query.block_hashes)
     context_to_proto(context, start.context, clock)
@@ -328,11 +344,16 @@ def decode(  # noqa: PLR0913 - one argument for each field of the start
     sink: TokenSink,
     done: Callable[[Completion | MeshError], None] | None = None,
     prompt_sink: TokenSink | None = None,
+    generated: Sequence[int] = (),
 ) -> DecodeCall:
-    """Start a completion, from a ticket's KV or, without one, from the prompt."""
+    """Start a completion, from a ticket's KV or, without one, from the prompt.
+
+    `generated` is how it began on a worker that was lost; only what follows goes to `sink`.
+    """
     call = DecodeCall(peer, sink, done, prompt_sink)
     start = call.request.starts.add(stream_id=call.stream_id)
     start.token_ids.extend(token_ids)
+    start.generated_token_ids.extend(generated)
     sampling_to_proto(sampling, start.sampling)
     if ticket is not None:
         ticket_to_proto(ticket, start.ticket)
@@ -340,33 +361,9 @@ def decode(  # noqa: PLR0913 - one argument for each field of the start
     return call
 
 
-async def release_kv(peer: Peer, ticket: KvTicket, timeout: float = 5.0) -> bool:
-    """End a ticket's lease. False if nothing was held for it."""
-    stub: Any = _worker_stub(peer.channel)
-    request = worker_pb2.ReleaseKvRequest(ticket_id=ticket.ticket_id, epoch=ticket.epoch)
-    try:
-        response = await stub.ReleaseKv(request, timeout=timeout)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    return bool(response.released)
-
-
-async def watch_worker(peer: Peer, client_id: str) -> AsyncGenerator[WorkerNews, None]:
-    """Yield a worker's events, a snapshot first. Raises `MeshError` when it breaks."""
-    stub: Any = _worker_stub(peer.channel)
-    request = worker_pb2.WatchEventsRequest(schema_revision=SCHEMA_REVISION, client_id=client_id)
-    rpc = stub.WatchEvents(request)
-    try:
-        async for message in rpc:
-            events = [e for e in map(event_from_proto, message.events) if e is not None]
-            yield WorkerNews(message.worker_id, message.epoch, message.sequence, events)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    finally:
-        rpc.cancel()
-
-
-_worker_stub: Callable[[grpc.aio.Channel], Any] = worker_pb2_grpc.WorkerServiceStub
+def _encoded(message: Any) -> Encoded:
+    bad_words = sequences_from_proto(message.bad_words) if message.bad_words else ()
+    return Encoded(message.token_ids, message.block_hashes, bad_words)
 
 
 def _text_piece(message: Any) -> TextPiece:

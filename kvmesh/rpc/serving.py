@@ -111,6 +111,12 @@ class ServerCall:
         error = DeadlineError("the request's time is up")
         self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel, error)
 
+    def disarm(self) -> None:
+        """Let the request outlast its deadline, for a client who will say when it is over."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _leave(self) -> bool:
         if self.ended:
             return False

@@ -26,7 +26,7 @@ from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 from kvmesh.v1 import kv_pb2 as kvmesh_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/decode.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\x1a\x12kvmesh/v1/kv.proto\"g\n\rDecodeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12&\n\x06starts\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.DecodeStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\xb1\x01\n\x0b\x44\x65\x63odeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12#\n\x06ticket\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.KvTicket\"\x90\x01\n\x0e\x44\x65\x63odeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12%\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvmesh.v1.DecodeRequest\x1a\x19.kvmesh.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/decode.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\x1a\x12kvmesh/v1/kv.proto\"g\n\rDecodeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12&\n\x06starts\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.DecodeStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\xce\x01\n\x0b\x44\x65\x63odeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\x12#\n\x06ticket\x18\x05 \x01(\x0b\x32\x13.kvmesh.v1.KvTicket\x12\x1b\n\x13generated_token_ids\x18\x06 \x03(\r\"\x90\x01\n\x0e\x44\x65\x63odeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12%\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x18.kvmesh.v1.DecodeRequest\x1a\x19.kvmesh.v1.DecodeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=85
   _globals['_DECODEREQUEST']._serialized_end=188
   _globals['_DECODESTART']._serialized_start=191
-  _globals['_DECODESTART']._serialized_end=368
-  _globals['_DECODERESPONSE']._serialized_start=371
-  _globals['_DECODERESPONSE']._serialized_end=515
-  _globals['_DECODESERVICE']._serialized_start=517
-  _globals['_DECODESERVICE']._serialized_end=599
+  _globals['_DECODESTART']._serialized_end=397
+  _globals['_DECODERESPONSE']._serialized_start=400
+  _globals['_DECODERESPONSE']._serialized_end=544
+  _globals['_DECODESERVICE']._serialized_start=546
+  _globals['_DECODESERVICE']._serialized_end=628
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/v1/generation.proto\x12\tkvmesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"2\n\x04Open\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\"C\n\x06Opened\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"w\n\x0eRequestContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\xc3\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x03H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.kvmesh.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xd2\x01\n\nTokenDelta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x11\n\ttop_count\x18\x07 \x01(\r\x12\x0e\n\x06prompt\x18\x08 \x01(\x08\x12\x1a\n\rcached_tokens\x18\t \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"m\n\x0cTokenLogprob\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.TokenScore\x12\x13\n\x0btext_offset\x18\x02 \x01(\r\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenScore\"N\n\nTokenScore\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_logprob\"{\n\tStreamEnd\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12+\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.CompletionH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\t\n\x07outcome\"\x95\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\x06\n\x04stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvmesh/v1/generation.proto\x12\tkvmesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17google/rpc/status.proto\"2\n\x04Open\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\"C\n\x06Opened\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\t\"w\n\x0eRequestContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\"\xf0\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\n \x01(\x03H\t\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.kvmesh.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0f \x03(\r\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12+\n\tbad_words\x18\x11 \x03(\x0b\x32\x18.kvmesh.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xe1\x01\n\nTokenDelta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x11\n\ttop_count\x18\x07 \x01(\r\x12\x0e\n\x06prompt\x18\x08 \x01(\x08\x12\x1a\n\rcached_tokens\x18\t \x01(\rH\x00\x88\x01\x01\x12\r\n\x05ranks\x18\n \x03(\rB\x10\n\x0e_cached_tokens\"{\n\x0cTokenLogprob\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.kvmesh.v1.TokenScore\x12\x13\n\x0btext_offset\x18\x02 \x01(\r\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenScore\x12\x0c\n\x04rank\x18\x04 \x01(\r\"N\n\nTokenScore\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_logprob\"{\n\tStreamEnd\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12+\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.CompletionH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\t\n\x07outcome\"\x95\x01\n\nCompletion\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.kvmesh.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.kvmesh.v1.Usage\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x04 \x01(\rH\x00\x42\x06\n\x04stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1813
-  _globals['_FINISHREASON']._serialized_end=1908
+  _globals['_FINISHREASON']._serialized_start=1917
+  _globals['_FINISHREASON']._serialized_end=2012
   _globals['_OPEN']._serialized_start=98
   _globals['_OPEN']._serialized_end=148
   _globals['_OPENED']._serialized_start=150
@@ -44,19 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTCONTEXT']._serialized_start=219
   _globals['_REQUESTCONTEXT']._serialized_end=338
   _globals['_SAMPLINGPARAMS']._serialized_start=341
-  _globals['_SAMPLINGPARAMS']._serialized_end=1048
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=801
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=849
-  _globals['_TOKENDELTA']._serialized_start=1051
-  _globals['_TOKENDELTA']._serialized_end=1261
-  _globals['_TOKENLOGPROB']._serialized_start=1263
-  _globals['_TOKENLOGPROB']._serialized_end=1372
-  _globals['_TOKENSCORE']._serialized_start=1374
-  _globals['_TOKENSCORE']._serialized_end=1452
-  _globals['_STREAMEND']._serialized_start=1454
-  _globals['_STREAMEND']._serialized_end=1577
-  _globals['_COMPLETION']._serialized_start=1580
-  _globals['_COMPLETION']._serialized_end=1729
-  _globals['_USAGE']._serialized_start=1731
-  _globals['_USAGE']._serialized_end=1811
+  _globals['_SAMPLINGPARAMS']._serialized_end=1093
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=846
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=894
+  _globals['_TOKENSEQUENCE']._serialized_start=1095
+  _globals['_TOKENSEQUENCE']._serialized_end=1123
+  _globals['_TOKENDELTA']._serialized_start=1126
+  _globals['_TOKENDELTA']._serialized_end=1351
+  _globals['_TOKENLOGPROB']._serialized_start=1353
+  _globals['_TOKENLOGPROB']._serialized_end=1476
+  _globals['_TOKENSCORE']._serialized_start=1478
+  _globals['_TOKENSCORE']._serialized_end=1556
+  _globals['_STREAMEND']._serialized_start=1558
+  _globals['_STREAMEND']._serialized_end=1681
+  _globals['_COMPLETION']._serialized_start=1684
+  _globals['_COMPLETION']._serialized_end=1833
+  _globals['_USAGE']._serialized_start=1835
+  _globals['_USAGE']._serialized_end=1915
 # @@protoc_insertion_point(module_scope)

@@ -28,7 +28,7 @@ from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 from kvmesh.v1 import tokenizer_pb2 as kvmesh_dot_v1_dot_tokenizer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/inference.proto\x12\tkvmesh.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1akvmesh/v1/generation.proto\x1a\x19kvmesh/v1/tokenizer.proto\"\xfb\x02\n\rGenerateInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParamsB\x04\xe2\x41\x01\x01\x12\x12\n\x04stop\x18\x05 \x03(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08priority\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0cinclude_stop\x18\x07 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0ckeep_special\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12%\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x19\n\x0btruncate_to\x18\n \x01(\rB\x04\xe2\x41\x01\x01\x12\x15\n\x07session\x18\x0b \x01(\tB\x04\xe2\x41\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"U\n\x0fGenerateRequest\x12\x13\n\x05model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12-\n\x05input\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInputB\x04\xe2\x41\x01\x02\"\x8a\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12)\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.Completion\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\"[\n\x15StreamGenerateRequest\x12\x13\n\x05model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12-\n\x05input\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInputB\x04\xe2\x41\x01\x02\"\x9d\x01\n\x16StreamGenerateResponse\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.CompletionH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprobB\x07\n\x05\x65vent\"t\n\x18MultiplexGenerateRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12(\n\x06starts\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.GenerateStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\x86\x01\n\rGenerateStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\'\n\x05input\x18\x04 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInput\"\x9a\x01\n\x19MultiplexGenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.TextDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"F\n\x11ListModelsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvmesh.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r2\xd3\x03\n\x10InferenceService\x12m\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse\"(\x82\xd3\xe4\x93\x02\"\"\x1d/v1/{model=models/*}:generate:\x01*\x12\x87\x01\n\x0eStreamGenerate\x12 .kvmesh.v1.StreamGenerateRequest\x1a!.kvmesh.v1.StreamGenerateResponse\".\x82\xd3\xe4\x93\x02(\"#/v1/{model=models/*}:streamGenerate:\x01*0\x01\x12\x62\n\x11MultiplexGenerate\x12#.kvmesh.v1.MultiplexGenerateRequest\x1a$.kvmesh.v1.MultiplexGenerateResponse(\x01\x30\x01\x12\x62\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponse\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/v1/models:listb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/inference.proto\x12\tkvmesh.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1fgoogle/api/field_behavior.proto\x1a\x1akvmesh/v1/generation.proto\x1a\x19kvmesh/v1/tokenizer.proto\"\xab\x03\n\rGenerateInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x31\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParamsB\x04\xe2\x41\x01\x01\x12\x12\n\x04stop\x18\x05 \x03(\tB\x04\xe2\x41\x01\x01\x12\x16\n\x08priority\x18\x06 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0cinclude_stop\x18\x07 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12\x1a\n\x0ckeep_special\x18\x08 \x01(\x08\x42\x04\xe2\x41\x01\x01\x12%\n\x12\x61\x64\x64_special_tokens\x18\t \x01(\x08\x42\x04\xe2\x41\x01\x01H\x01\x88\x01\x01\x12\x19\n\x0btruncate_to\x18\n \x01(\rB\x04\xe2\x41\x01\x01\x12\x15\n\x07session\x18\x0b \x01(\tB\x04\xe2\x41\x01\x01\x12\x17\n\tbad_words\x18\x0c \x03(\tB\x04\xe2\x41\x01\x01\x12\x15\n\x07\x65xplain\x18\r \x01(\x08\x42\x04\xe2\x41\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\xfc\x01\n\x0b\x45xplanation\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x01 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x11\n\trouter_id\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x07 \x01(\r\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12\x0b\n\x03why\x18\t \x01(\t\x12*\n\x08\x66\x61ilures\x18\n \x03(\x0b\x32\x18.kvmesh.v1.FailedAttempt\"@\n\rFailedAttempt\x12\x0c\n\x04step\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"U\n\x0fGenerateRequest\x12\x13\n\x05model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12-\n\x05input\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInputB\x04\xe2\x41\x01\x02\"\xb7\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12)\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.Completion\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12+\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x16.kvmesh.v1.Explanation\"[\n\x15StreamGenerateRequest\x12\x13\n\x05model\x18\x01 \x01(\tB\x04\xe2\x41\x01\x02\x12-\n\x05input\x18\x02 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInputB\x04\xe2\x41\x01\x02\"\xca\x01\n\x16StreamGenerateResponse\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ncompletion\x18\x02 \x01(\x0b\x32\x15.kvmesh.v1.CompletionH\x00\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob\x12+\n\x0b\x65xplanation\x18\x05 \x01(\x0b\x32\x16.kvmesh.v1.ExplanationB\x07\n\x05\x65vent\"t\n\x18MultiplexGenerateRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12(\n\x06starts\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.GenerateStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\x86\x01\n\rGenerateStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\'\n\x05input\x18\x04 \x01(\x0b\x32\x18.kvmesh.v1.GenerateInput\"\xcf\x01\n\x19MultiplexGenerateResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.TextDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\x12\x33\n\x0c\x65xplanations\x18\x05 \x03(\x0b\x32\x1d.kvmesh.v1.RequestExplanation\"T\n\x12RequestExplanation\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12+\n\x0b\x65xplanation\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.Explanation\"F\n\x11ListModelsRequest\x12\x17\n\tpage_size\x18\x01 \x01(\x05\x42\x04\xe2\x41\x01\x01\x12\x18\n\npage_token\x18\x02 \x01(\tB\x04\xe2\x41\x01\x01\"O\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.kvmesh.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r2\xd3\x03\n\x10InferenceService\x12m\n\x08Generate\x12\x1a.kvmesh.v1.GenerateRequest\x1a\x1b.kvmesh.v1.GenerateResponse\"(\x82\xd3\xe4\x93\x02\"\"\x1d/v1/{model=models/*}:generate:\x01*\x12\x87\x01\n\x0eStreamGenerate\x12 .kvmesh.v1.StreamGenerateRequest\x1a!.kvmesh.v1.StreamGenerateResponse\".\x82\xd3\xe4\x93\x02(\"#/v1/{model=models/*}:streamGenerate:\x01*0\x01\x12\x62\n\x11MultiplexGenerate\x12#.kvmesh.v1.MultiplexGenerateRequest\x1a$.kvmesh.v1.MultiplexGenerateResponse(\x01\x30\x01\x12\x62\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponse\"\x17\x82\xd3\xe4\x93\x02\x11\x12\x0f/v1/models:listb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,6 +51,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEINPUT'].fields_by_name['truncate_to']._serialized_options = b'\342A\001\001'
   _globals['_GENERATEINPUT'].fields_by_name['session']._loaded_options = None
   _globals['_GENERATEINPUT'].fields_by_name['session']._serialized_options = b'\342A\001\001'
+  _globals['_GENERATEINPUT'].fields_by_name['bad_words']._loaded_options = None
+  _globals['_GENERATEINPUT'].fields_by_name['bad_words']._serialized_options = b'\342A\001\001'
+  _globals['_GENERATEINPUT'].fields_by_name['explain']._loaded_options = None
+  _globals['_GENERATEINPUT'].fields_by_name['explain']._serialized_options = b'\342A\001\001'
   _globals['_GENERATEREQUEST'].fields_by_name['model']._loaded_options = None
   _globals['_GENERATEREQUEST'].fields_by_name['model']._serialized_options = b'\342A\001\002'
   _globals['_GENERATEREQUEST'].fields_by_name['input']._loaded_options = None
@@ -70,27 +74,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._loaded_options = None
   _globals['_INFERENCESERVICE'].methods_by_name['ListModels']._serialized_options = b'\202\323\344\223\002\021\022\017/v1/models:list'
   _globals['_GENERATEINPUT']._serialized_start=159
-  _globals['_GENERATEINPUT']._serialized_end=538
-  _globals['_GENERATEREQUEST']._serialized_start=540
-  _globals['_GENERATEREQUEST']._serialized_end=625
-  _globals['_GENERATERESPONSE']._serialized_start=628
-  _globals['_GENERATERESPONSE']._serialized_end=766
-  _globals['_STREAMGENERATEREQUEST']._serialized_start=768
-  _globals['_STREAMGENERATEREQUEST']._serialized_end=859
-  _globals['_STREAMGENERATERESPONSE']._serialized_start=862
-  _globals['_STREAMGENERATERESPONSE']._serialized_end=1019
-  _globals['_MULTIPLEXGENERATEREQUEST']._serialized_start=1021
-  _globals['_MULTIPLEXGENERATEREQUEST']._serialized_end=1137
-  _globals['_GENERATESTART']._serialized_start=1140
-  _globals['_GENERATESTART']._serialized_end=1274
-  _globals['_MULTIPLEXGENERATERESPONSE']._serialized_start=1277
-  _globals['_MULTIPLEXGENERATERESPONSE']._serialized_end=1431
-  _globals['_LISTMODELSREQUEST']._serialized_start=1433
-  _globals['_LISTMODELSREQUEST']._serialized_end=1503
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1505
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1584
-  _globals['_MODEL']._serialized_start=1586
-  _globals['_MODEL']._serialized_end=1631
-  _globals['_INFERENCESERVICE']._serialized_start=1634
-  _globals['_INFERENCESERVICE']._serialized_end=2101
+  _globals['_GENERATEINPUT']._serialized_end=586
+  _globals['_EXPLANATION']._serialized_start=589
+  _globals['_EXPLANATION']._serialized_end=841
+  _globals['_FAILEDATTEMPT']._serialized_start=843
+  _globals['_FAILEDATTEMPT']._serialized_end=907
+  _globals['_GENERATEREQUEST']._serialized_start=909
+  _globals['_GENERATEREQUEST']._serialized_end=994
+  _globals['_GENERATERESPONSE']._serialized_start=997
+  _globals['_GENERATERESPONSE']._serialized_end=1180
+  _globals['_STREAMGENERATEREQUEST']._serialized_start=1182
+  _globals['_STREAMGENERATEREQUEST']._serialized_end=1273
+  _globals['_STREAMGENERATERESPONSE']._serialized_start=1276
+  _globals['_STREAMGENERATERESPONSE']._serialized_end=1478
+  _globals['_MULTIPLEXGENERATEREQUEST']._serialized_start=1480
+  _globals['_MULTIPLEXGENERATEREQUEST']._serialized_end=1596
+  _globals['_GENERATESTART']._serialized_start=1599
+  _globals['_GENERATESTART']._serialized_end=1733
+  _globals['_MULTIPLEXGENERATERESPONSE']._serialized_start=1736
+  _globals['_MULTIPLEXGENERATERESPONSE']._serialized_end=1943
+  _globals['_REQUESTEXPLANATION']._serialized_start=1945
+  _globals['_REQUESTEXPLANATION']._serialized_end=2029
+  _globals['_LISTMODELSREQUEST']._serialized_start=2031
+  _globals['_LISTMODELSREQUEST']._serialized_end=2101
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2103
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2182
+  _globals['_MODEL']._serialized_start=2184
+  _globals['_MODEL']._serialized_end=2229
+  _globals['_INFERENCESERVICE']._serialized_start=2232
+  _globals['_INFERENCESERVICE']._serialized_end=2699
 # @@protoc_insertion_point(module_scope)

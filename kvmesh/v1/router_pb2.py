@@ -22,28 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\"\x91\x01\n\x0cRouteRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.RouteStart\x12*\n\x08progress\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.RouteProgress\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x03(\r\"\xe1\x01\n\nRouteStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x08 \x03(\t\x12\x13\n\x0bsession_key\x18\t \x01(\t\"c\n\rRouteProgress\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\tprefilled\x18\x02 \x01(\x08\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"\x8d\x01\n\rRouteResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12#\n\x05plans\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.RoutePlan\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\x98\x01\n\tRoutePlan\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12$\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x04 \x01(\r\x12\x0b\n\x03why\x18\x05 \x01(\t\">\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t2O\n\rRouterService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/router.proto\x12\tkvmesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1akvmesh/v1/generation.proto\"\x91\x01\n\x0cRouteRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12%\n\x06starts\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.RouteStart\x12*\n\x08progress\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.RouteProgress\x12\x0f\n\x07\x63\x61ncels\x18\x04 \x03(\r\"\xf3\x01\n\nRouteStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x06\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x08 \x03(\t\x12\x13\n\x0bsession_key\x18\t \x01(\t\x12\x10\n\x08\x66\x61ir_key\x18\n \x01(\t\"\x8a\x02\n\rRouteProgress\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\tprefilled\x18\x02 \x01(\x08\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x12\n\ngenerating\x18\x04 \x01(\x08\x12\x30\n\nfailed_leg\x18\x05 \x01(\x0e\x32\x1c.kvmesh.v1.RouteProgress.Leg\x12\x11\n\ttimed_out\x18\x06 \x01(\x08\"L\n\x03Leg\x12\x13\n\x0fLEG_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLEG_PREFILL\x10\x01\x12\x0e\n\nLEG_DECODE\x10\x02\x12\x0f\n\x0bLEG_HANDOFF\x10\x03\x42\x10\n\x0e_cached_tokens\"\x8d\x01\n\rRouteResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12#\n\x05plans\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.RoutePlan\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\xd0\x01\n\tRoutePlan\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12$\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12%\n\x07prefill\x18\x03 \x01(\x0b\x32\x14.kvmesh.v1.WorkerRef\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x04 \x01(\r\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x0e\n\x06policy\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x16\n\x0ewaited_seconds\x18\x08 \x01(\x01\">\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xb9\x01\n\x15WatchDecisionsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12,\n\x08outcomes\x18\x05 \x03(\x0e\x32\x1a.kvmesh.v1.DecisionOutcome\x12\x12\n\x05limit\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x0e\n\x06\x66ollow\x18\x07 \x01(\x08\x42\x08\n\x06_limit\"X\n\x16WatchDecisionsResponse\x12-\n\tdecisions\x18\x01 \x03(\x0b\x32\x1a.kvmesh.v1.RoutingDecision\x12\x0f\n\x07\x64ropped\x18\x02 \x01(\x04\"\x92\x04\n\x0fRoutingDecision\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12/\n\x0b\x64\x65\x63ide_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12+\n\x07outcome\x18\x05 \x01(\x0e\x32\x1a.kvmesh.v1.DecisionOutcome\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x08 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\t \x01(\t\x12\x15\n\rprompt_tokens\x18\n \x01(\r\x12\x1e\n\x16\x65xpected_cached_tokens\x18\x0b \x01(\r\x12\x1a\n\rcached_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0ewaited_seconds\x18\r \x01(\x01\x12\x16\n\x0equeue_position\x18\x0e \x01(\r\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x0f \x03(\t\x12\x32\n\x11\x64\x65\x63ode_candidates\x18\x10 \x03(\x0b\x32\x17.kvmesh.v1.ScoredWorker\x12\x33\n\x12prefill_candidates\x18\x11 \x03(\x0b\x32\x17.kvmesh.v1.ScoredWorkerB\x10\n\x0e_cached_tokens\"n\n\x0cScoredWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0bload_blocks\x18\x04 \x01(\x01\x12\x10\n\x08requests\x18\x05 \x01(\r*\xaa\x01\n\x0f\x44\x65\x63isionOutcome\x12 \n\x1c\x44\x45\x43ISION_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x44\x45\x43ISION_OUTCOME_REMOTE\x10\x01\x12\x1a\n\x16\x44\x45\x43ISION_OUTCOME_LOCAL\x10\x02\x12\x1c\n\x18\x44\x45\x43ISION_OUTCOME_REFUSED\x10\x03\x12\x1e\n\x1a\x44\x45\x43ISION_OUTCOME_CANCELLED\x10\x04\x32\xa8\x01\n\rRouterService\x12>\n\x05Route\x12\x17.kvmesh.v1.RouteRequest\x1a\x18.kvmesh.v1.RouteResponse(\x01\x30\x01\x12W\n\x0eWatchDecisions\x12 .kvmesh.v1.WatchDecisionsRequest\x1a!.kvmesh.v1.WatchDecisionsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUTEREQUEST']._serialized_start=66
-  _globals['_ROUTEREQUEST']._serialized_end=211
-  _globals['_ROUTESTART']._serialized_start=214
-  _globals['_ROUTESTART']._serialized_end=439
-  _globals['_ROUTEPROGRESS']._serialized_start=441
-  _globals['_ROUTEPROGRESS']._serialized_end=540
-  _globals['_ROUTERESPONSE']._serialized_start=543
-  _globals['_ROUTERESPONSE']._serialized_end=684
-  _globals['_ROUTEPLAN']._serialized_start=687
-  _globals['_ROUTEPLAN']._serialized_end=839
-  _globals['_WORKERREF']._serialized_start=841
-  _globals['_WORKERREF']._serialized_end=903
-  _globals['_ROUTERSERVICE']._serialized_start=905
-  _globals['_ROUTERSERVICE']._serialized_end=984
+  _globals['_DECISIONOUTCOME']._serialized_start=2104
+  _globals['_DECISIONOUTCOME']._serialized_end=2274
+  _globals['_ROUTEREQUEST']._serialized_start=99
+  _globals['_ROUTEREQUEST']._serialized_end=244
+  _globals['_ROUTESTART']._serialized_start=247
+  _globals['_ROUTESTART']._serialized_end=490
+  _globals['_ROUTEPROGRESS']._serialized_start=493
+  _globals['_ROUTEPROGRESS']._serialized_end=759
+  _globals['_ROUTEPROGRESS_LEG']._serialized_start=665
+  _globals['_ROUTEPROGRESS_LEG']._serialized_end=741
+  _globals['_ROUTERESPONSE']._serialized_start=762
+  _globals['_ROUTERESPONSE']._serialized_end=903
+  _globals['_ROUTEPLAN']._serialized_start=906
+  _globals['_ROUTEPLAN']._serialized_end=1114
+  _globals['_WORKERREF']._serialized_start=1116
+  _globals['_WORKERREF']._serialized_end=1178
+  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1181
+  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1366
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=1368
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=1456
+  _globals['_ROUTINGDECISION']._serialized_start=1459
+  _globals['_ROUTINGDECISION']._serialized_end=1989
+  _globals['_SCOREDWORKER']._serialized_start=1991
+  _globals['_SCOREDWORKER']._serialized_end=2101
+  _globals['_ROUTERSERVICE']._serialized_start=2277
+  _globals['_ROUTERSERVICE']._serialized_end=2445
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,11 @@ class RouterServiceStub(object):
                 request_serializer=kvmesh_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_router__pb2.RouteResponse.FromString,
                 _registered_method=True)
+        self.WatchDecisions = channel.unary_stream(
+                '/kvmesh.v1.RouterService/WatchDecisions',
+                request_serializer=kvmesh_dot_v1_dot_router__pb2.WatchDecisionsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_router__pb2.WatchDecisionsResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -60,6 +65,18 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDecisions(self, request, context):
+        """Tells of this router's decisions, oldest first: those that it remembers, then,
+        with `follow`, each as it is made, without gap or repetition in between. Without
+        `follow` the stream ends after the remembered ones. A reader that falls behind
+        loses the oldest that it has not read, and is told how many; it never holds up
+        routing. RESOURCE_EXHAUSTED: too many follow already. INVALID_ARGUMENT: an
+        outcome is unspecified.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -67,6 +84,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.Route,
                     request_deserializer=kvmesh_dot_v1_dot_router__pb2.RouteRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_router__pb2.RouteResponse.SerializeToString,
+            ),
+            'WatchDecisions': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDecisions,
+                    request_deserializer=kvmesh_dot_v1_dot_router__pb2.WatchDecisionsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_router__pb2.WatchDecisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -97,6 +119,33 @@ class RouterService(object):
             '/kvmesh.v1.RouterService/Route',
             kvmesh_dot_v1_dot_router__pb2.RouteRequest.SerializeToString,
             kvmesh_dot_v1_dot_router__pb2.RouteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvmesh.v1.RouterService/WatchDecisions',
+            kvmesh_dot_v1_dot_router__pb2.WatchDecisionsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_router__pb2.WatchDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/tokenizer.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\"k\n\x0fTokenizeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12(\n\x06starts\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.TokenizeStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\xa3\x02\n\rTokenizeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0btruncate_to\x18\t \x01(\rB\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd2\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\x12\x10\n\x08template\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"N\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nextra_json\x18\x04 \x01(\t\"\x97\x01\n\x10TokenizeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.kvmesh.v1.TokenizeResult\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"L\n\x0eTokenizeResult\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\"\xa8\x01\n\x11\x44\x65tokenizeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12*\n\x06starts\x18\x02 \x03(\x0b\x32\x1a.kvmesh.v1.DetokenizeStart\x12%\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenDelta\x12\x10\n\x08\x66inishes\x18\x04 \x03(\r\x12\x0f\n\x07\x63\x61ncels\x18\x05 \x03(\r\"\xad\x01\n\x0f\x44\x65tokenizeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x14\n\x0ckeep_special\x18\x06 \x01(\x08\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\"\x93\x01\n\x12\x44\x65tokenizeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.TextDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"l\n\tTextDelta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob2\xaa\x01\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1a.kvmesh.v1.TokenizeRequest\x1a\x1b.kvmesh.v1.TokenizeResponse(\x01\x30\x01\x12M\n\nDetokenize\x12\x1c.kvmesh.v1.DetokenizeRequest\x1a\x1d.kvmesh.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/tokenizer.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\"k\n\x0fTokenizeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12(\n\x06starts\x18\x02 \x03(\x0b\x32\x18.kvmesh.v1.TokenizeStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\xb6\x02\n\rTokenizeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x0f.kvmesh.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x06 \x01(\x0b\x32\x13.kvmesh.v1.TokenIdsH\x00\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x13\n\x0btruncate_to\x18\t \x01(\r\x12\x11\n\tbad_words\x18\n \x03(\tB\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd2\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.kvmesh.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x05 \x01(\t\x12\x10\n\x08template\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"N\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nextra_json\x18\x04 \x01(\t\"\x97\x01\n\x10TokenizeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.kvmesh.v1.TokenizeResult\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"y\n\x0eTokenizeResult\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12+\n\tbad_words\x18\x04 \x03(\x0b\x32\x18.kvmesh.v1.TokenSequence\"\xa8\x01\n\x11\x44\x65tokenizeRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12*\n\x06starts\x18\x02 \x03(\x0b\x32\x1a.kvmesh.v1.DetokenizeStart\x12%\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x15.kvmesh.v1.TokenDelta\x12\x10\n\x08\x66inishes\x18\x04 \x03(\r\x12\x0f\n\x07\x63\x61ncels\x18\x05 \x03(\r\"\xad\x01\n\x0f\x44\x65tokenizeStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x14\n\x0ckeep_special\x18\x06 \x01(\x08\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\"\x93\x01\n\x12\x44\x65tokenizeResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12$\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x14.kvmesh.v1.TextDelta\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"l\n\tTextDelta\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.kvmesh.v1.TokenLogprob2\xaa\x01\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1a.kvmesh.v1.TokenizeRequest\x1a\x1b.kvmesh.v1.TokenizeResponse(\x01\x30\x01\x12M\n\nDetokenize\x12\x1c.kvmesh.v1.DetokenizeRequest\x1a\x1d.kvmesh.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZEREQUEST']._serialized_start=68
   _globals['_TOKENIZEREQUEST']._serialized_end=175
   _globals['_TOKENIZESTART']._serialized_start=178
-  _globals['_TOKENIZESTART']._serialized_end=469
-  _globals['_TOKENIDS']._serialized_start=471
-  _globals['_TOKENIDS']._serialized_end=494
-  _globals['_CHAT']._serialized_start=497
-  _globals['_CHAT']._serialized_end=707
-  _globals['_CHATMESSAGE']._serialized_start=709
-  _globals['_CHATMESSAGE']._serialized_end=787
-  _globals['_TOKENIZERESPONSE']._serialized_start=790
-  _globals['_TOKENIZERESPONSE']._serialized_end=941
-  _globals['_TOKENIZERESULT']._serialized_start=943
-  _globals['_TOKENIZERESULT']._serialized_end=1019
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1022
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1190
-  _globals['_DETOKENIZESTART']._serialized_start=1193
-  _globals['_DETOKENIZESTART']._serialized_end=1366
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1369
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1516
-  _globals['_TEXTDELTA']._serialized_start=1518
-  _globals['_TEXTDELTA']._serialized_end=1626
-  _globals['_TOKENIZERSERVICE']._serialized_start=1629
-  _globals['_TOKENIZERSERVICE']._serialized_end=1799
+  _globals['_TOKENIZESTART']._serialized_end=488
+  _globals['_TOKENIDS']._serialized_start=490
+  _globals['_TOKENIDS']._serialized_end=513
+  _globals['_CHAT']._serialized_start=516
+  _globals['_CHAT']._serialized_end=726
+  _globals['_CHATMESSAGE']._serialized_start=728
+  _globals['_CHATMESSAGE']._serialized_end=806
+  _globals['_TOKENIZERESPONSE']._serialized_start=809
+  _globals['_TOKENIZERESPONSE']._serialized_end=960
+  _globals['_TOKENIZERESULT']._serialized_start=962
+  _globals['_TOKENIZERESULT']._serialized_end=1083
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1086
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1254
+  _globals['_DETOKENIZESTART']._serialized_start=1257
+  _globals['_DETOKENIZESTART']._serialized_end=1430
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1433
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1580
+  _globals['_TEXTDELTA']._serialized_start=1582
+  _globals['_TEXTDELTA']._serialized_end=1690
+  _globals['_TOKENIZERSERVICE']._serialized_start=1693
+  _globals['_TOKENIZERSERVICE']._serialized_end=1863
 # @@protoc_insertion_point(module_scope)

@@ -18,7 +18,7 @@ class TokenizeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[_generation_pb2.Open, _Mapping]] = ..., starts: _Optional[_Iterable[_Union[TokenizeStart, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenizeStart(_message.Message):
-    __slots__ = ("stream_id", "context", "model", "text", "chat", "token_ids", "block_size", "add_special_tokens", "truncate_to")
+    __slots__ = ("stream_id", "context", "model", "text", "chat", "token_ids", "block_size", "add_special_tokens", "truncate_to", "bad_words")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class TokenizeStart(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_TO_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     context: _generation_pb2.RequestContext
     model: str
@@ -37,7 +38,8 @@ class TokenizeStart(_message.Message):
     block_size: int
     add_special_tokens: bool
     truncate_to: int
-    def __init__(self, stream_id: _Optional[int] = ..., context: _Optional[_Union[_generation_pb2.RequestContext, _Mapping]] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., block_size: _Optional[int] = ..., add_special_tokens: bool = ..., truncate_to: _Optional[int] = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, stream_id: _Optional[int] = ..., context: _Optional[_Union[_generation_pb2.RequestContext, _Mapping]] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., block_size: _Optional[int] = ..., add_special_tokens: bool = ..., truncate_to: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -86,14 +88,16 @@ class TokenizeResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., opened: _Optional[_Union[_generation_pb2.Opened, _Mapping]] = ..., results: _Optional[_Iterable[_Union[TokenizeResult, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[_generation_pb2.StreamEnd, _Mapping]]] = ...) -> None: ...
 
 class TokenizeResult(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "block_hashes")
+    __slots__ = ("stream_id", "token_ids", "block_hashes", "bad_words")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
+    bad_words: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenSequence]
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[_Union[_generation_pb2.TokenSequence, _Mapping]]] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
     __slots__ = ("open", "starts", "deltas", "finishes", "cancels")

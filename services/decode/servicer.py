@@ -64,9 +64,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _start(self, start: decode_pb2.DecodeStart, call: ServerCall) -> None:
         request = self._desk.request(start, call)
         ticket = ticket_from_proto(start.ticket) if start.HasField("ticket") else None
-        before = (
-            len(ticket.first_token_ids) if ticket and self._desk.info.continues_first_token else 0
-        )
+        before = len(request.generated)
+        if ticket is not None and self._desk.info.continues_first_token:
+            before += len(ticket.first_token_ids)
         answer = _Answer(call, request.token_ids, before, self._desk.metrics)
         if self._stepper is not None:
             self._submit(self._stepper, request, ticket, answer)

@@ -46,9 +46,7 @@ async def app(config: TokenizerConfig, process: Process) -> AsyncIterator[Servic
                 max_waiting_size=limits.max_waiting_chars,
             )
         )
-        servicer = TokenizerServicer(
-            codec, model, lanes, host, max_stop_chars=limits.max_stop_chars
-        )
+        servicer = TokenizerServicer(codec, model, lanes, host, limits)
         yield Service({SERVICE_NAME: servicer.register}, {"model": model}, failed=lanes.failed)
 
 

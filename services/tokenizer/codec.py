@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvmesh.config import ConfigError
 from kvmesh.errors import InvalidRequestError, RequestTooLargeError
+from kvmesh.sampling import check_bad_words
 from kvmesh.types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from services.tokenizer.chat import Render, load_json, load_templates
 from services.tokenizer.conversation import conversation, conversation_size
@@ -85,6 +86,27 @@ class Codec:
         if not ids:
             raise InvalidRequestError("the prompt is empty: it has no tokens", field=field)
         return ids[-truncate_to:] if truncate_to else ids
+
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the token sequences that stand for words which a text must not have.
+
+        As vLLM has it: each word as it is at the beginning of a text, and behind a space
+        where that begins with another token and has as many. No sequence is empty.
+        Raises `InvalidRequestError` for a word without tokens, and for too many of them.
+        """
+        found: list[list[int]] = []
+        for word in dict.fromkeys(words):
+            bare, spaced = (
+                _ids(self._tokenizer, prefix + word.lstrip(), add_special_tokens=False)
+                for prefix in ("", " ")
+            )
+            if not bare:
+                raise InvalidRequestError("a word has no tokens", field="bad_words")
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        check_bad_words(found)
+        return found
 
     def detokenizer(self, *, keep_special: bool = False) -> Detokenizer:
         """Return a detokenizer for one completion."""

@@ -29,6 +29,9 @@ class LimitsConfig:
     max_stop_chars: int = field(
         default=20_000, metadata={"help": "size of all stop strings of a request", "min": 1}
     )
+    max_bad_word_chars: int = field(
+        default=40_000, metadata={"help": "size of all bad words of a request", "min": 1}
+    )
     allow_request_templates: bool = field(
         default=False,
         metadata={"help": "whether requests may bring a chat template; it runs apart"},

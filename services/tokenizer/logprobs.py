@@ -19,7 +19,7 @@ class _Waiting:
     """
 
     token_id: int
-    logprob: float
+    row: TokenLogprob
     top: tuple[TokenScore, ...]
     data: bytes
     begin: int
@@ -27,8 +27,8 @@ class _Waiting:
 
     def entry(self) -> TextLogprob:
         """Return what goes out."""
-        token = TokenScore(self.token_id, self.data, self.logprob)
-        return TextLogprob(token, self.begin, self.top)
+        token = TokenScore(self.token_id, self.data, self.row.logprob)
+        return TextLogprob(token, self.begin, self.top, self.row.rank)
 
 
 class TextLogprobs:
@@ -55,7 +55,7 @@ class TextLogprobs:
         # Before the token itself: this is how the others would show in its place.
         top = tuple(self._score(other, logprob) for other, logprob in row.top)
         shown = self._detokenizer.push_one(id_)
-        self._waiting.append(self._placed(id_, row.logprob, top, shown))
+        self._waiting.append(self._placed(id_, row, top, shown))
         return shown.text
 
     def flush(self) -> str:
@@ -97,11 +97,11 @@ class TextLogprobs:
         return due
 
     def _placed(
-        self, id_: int, logprob: float, top: tuple[TokenScore, ...], shown: TokenText
+        self, id_: int, row: TokenLogprob, top: tuple[TokenScore, ...], shown: TokenText
     ) -> _Waiting:
         begin = self._length + shown.begins
         self._length += len(shown.text)
-        return _Waiting(id_, logprob, top, shown.data, begin, self._length + shown.waits)
+        return _Waiting(id_, row, top, shown.data, begin, self._length + shown.waits)
 
     def _score(self, id_: int, logprob: float) -> TokenScore:
         return TokenScore(id_, self._detokenizer.shown(id_), logprob)

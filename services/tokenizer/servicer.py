@@ -5,6 +5,7 @@ token, and runs in the event loop: one text delta for each request and message.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from kvmesh.wire import prompt_from_proto
 from kvmesh.wire_logprobs import logprobs_from_proto, text_logprobs_to_proto
 from services.tokenizer.codec import Codec
 from services.tokenizer.completion import CompletionText, ScoredText
+from services.tokenizer.config import LimitsConfig
 from services.tokenizer.lanes import Job, Lanes
 from services.tokenizer.stops import StopMatcher
 
@@ -54,15 +56,15 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves one model's tokenizer under the name `model`."""
 
     def __init__(
-        self, codec: Codec, model: str, lanes: Lanes, host: Host, *, max_stop_chars: int
+        self, codec: Codec, model: str, lanes: Lanes, host: Host, limits: LimitsConfig
     ) -> None:
         """Take what is served, and the lanes that encode; both outlive the servicer."""
         self._codec = codec
         self._model = model
         self._lanes = lanes
         self._host = host
-        self._max_stop_chars = max_stop_chars
-        self._metrics = _Metrics(host.meter, lanes)
+        self._limits = limits
+        self._metrics = _Metrics(host.meter, lanes, model)
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to a server."""
@@ -93,6 +95,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _encode(self, start: tokenizer_pb2.TokenizeStart, call: ServerCall) -> None:
         self._check_model(start.model)
+        _check_size(start.bad_words, self._limits.max_bad_word_chars, "bad_words")
         span = self._host.tracer.span("encode", call.context.traceparent)
         job = Job(
             size=start.ByteSize(),
@@ -112,9 +115,12 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         ids = self._codec.encode(prompt_from_proto(start), truncate_to=start.truncate_to)
         size = start.block_size
         hashes = block_hashes(ids, size, self._model) if size else ()
-        return tokenizer_pb2.TokenizeResult(
+        result = tokenizer_pb2.TokenizeResult(
             stream_id=start.stream_id, token_ids=ids, block_hashes=hashes
         )
+        for sequence in self._codec.encode_bad_words(start.bad_words):
+            result.bad_words.add(ids=sequence)
+        return result
 
     def _finish_encoding(
         self, call: ServerCall, span: Span, outcome: tokenizer_pb2.TokenizeResult | MeshError
@@ -136,12 +142,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._check_model(start.model)
         matcher = None
         if start.stop:
-            if not all(start.stop):
-                raise InvalidRequestError("a stop string is empty", field="stop")
-            if sum(map(len, start.stop)) > self._max_stop_chars:
-                raise RequestTooLargeError(
-                    f"stop strings may have {self._max_stop_chars} characters in all", field="stop"
-                )
+            _check_size(start.stop, self._limits.max_stop_chars, "stop")
             matcher = StopMatcher(start.stop, include_stop=start.include_stop)
         detokenizer = self._codec.detokenizer(keep_special=start.keep_special)
         span = self._host.tracer.span("detokenize", call.context.traceparent)
@@ -259,19 +260,28 @@ class _Texts:
 class _Metrics:
     """Counts that are kept as plain numbers: they are touched for every request."""
 
-    def __init__(self, meter: Meter, lanes: Lanes) -> None:
+    def __init__(self, meter: Meter, lanes: Lanes, model: str) -> None:
         self.encoded_tokens = 0
         self.decoded_tokens = 0
+        # A process has one model, so one label set: requests for others are refused.
+        labels = ("model",)
         meter.counter_from(
-            "kvmesh_encoded_tokens", "Prompt tokens encoded.", lambda: self.encoded_tokens
+            "kvmesh_encoded_tokens",
+            "Prompt tokens encoded.",
+            lambda: {(model,): float(self.encoded_tokens)},
+            labels=labels,
         )
         meter.counter_from(
             "kvmesh_detokenized_tokens",
             "Completion tokens turned into text, counted when a completion ends.",
-            lambda: self.decoded_tokens,
+            lambda: {(model,): float(self.decoded_tokens)},
+            labels=labels,
         )
         meter.gauge(
-            "kvmesh_encode_waiting", "Prompts that wait to be encoded.", lambda: lanes.waiting
+            "kvmesh_encode_waiting",
+            "Prompts that wait to be encoded.",
+            lambda: {(model,): float(lanes.waiting)},
+            labels=labels,
         )
 
 
@@ -286,6 +296,14 @@ def _send(call: ServerCall, piece: str, token_count: int) -> None:
     # Set one by one: a fifth faster than as arguments of `add`.
     outbox.slots[stream_id] = entry = outbox.next().deltas.add()
     entry.stream_id, entry.text, entry.token_count = stream_id, piece, token_count
+
+
+def _check_size(texts: Sequence[str], most: int, field: str) -> None:
+    """Refuse strings of a request that are empty or have too many characters in all."""
+    if not all(texts):
+        raise InvalidRequestError(f"{field} has an empty string", field=field)
+    if sum(map(len, texts)) > most:
+        raise RequestTooLargeError(f"{field} may have {most} characters in all", field=field)
 
 
 def _cancel_job(job: Job[Any], span: Span) -> None:

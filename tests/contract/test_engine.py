@@ -253,7 +253,7 @@ class TestRefusals:
         assert str(token_id) in error.message
 
     @pytest.mark.parametrize(
-        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids"]
+        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"]
     )
     @pytest.mark.parametrize("beyond", [0, 1], ids=["first", "second"])
     async def test_a44_ids_outside_of_the_vocabulary(
@@ -265,7 +265,7 @@ class TestRefusals:
         assert str(bad) in error.message
 
     @pytest.mark.parametrize(
-        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids"]
+        "field", ["prompt", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"]
     )
     async def test_a44_the_last_id_of_the_vocabulary_is_inside(
         self, rig: EngineRig, single: Started, field: str
@@ -282,6 +282,17 @@ class TestRefusals:
         error = await self.refused(single, ask(rig.prompt(3), allowed_token_ids=only, **knobs))
         assert error.field == "allowed_token_ids"
         await generate(single, ask(rig.prompt(3), allowed_token_ids=(*only, 8), **knobs))
+
+    async def test_what_is_allowed_must_not_all_be_bad_words(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        words = ((7,), (9, 8))
+        request = ask(rig.prompt(3), allowed_token_ids=(7, 8), bad_words=words)
+        assert (await self.refused(single, request)).field == "allowed_token_ids"
+        tokens, _ = await generate(
+            single, ask(rig.prompt(3), 4, allowed_token_ids=(7, 9), bad_words=words)
+        )
+        assert tokens == [9] * 4
 
     async def test_what_only_some_engines_refuse(self, rig: EngineRig, single: Started) -> None:
         refused = ""
@@ -307,10 +318,98 @@ def with_id(rig: EngineRig, token_id: int, field: str) -> EngineRequest:
         "stop_token_ids": (1, token_id),
         "logit_bias": ((1, 1.0), (token_id, 5.0)),
         "allowed_token_ids": (1, token_id),
+        "bad_words": ((1,), (token_id, 1)),
     }
     if field == "prompt":
         return ask([*rig.prompt(3), token_id], 2)
     return ask(rig.prompt(3), 2, **{field: values[field]})
+
+
+class TestBadWords:
+    async def test_one_token_never_comes(self, rig: EngineRig, single: Started) -> None:
+        prompt = rig.prompt(9, 60)
+        free, _ = await generate(single, ask(prompt, 8, ignore_eos=True))
+        words = tuple((token,) for token in dict.fromkeys(free[:3]))
+        tokens, _ = await generate(single, ask(prompt, 8, ignore_eos=True, bad_words=words))
+        assert len(tokens) == 8
+        assert not {token for (token,) in words} & set(tokens)
+
+    @pytest.mark.parametrize("at", [0, 1, 4])
+    @pytest.mark.parametrize("length", [2, 3])
+    async def test_a_sequence_is_not_completed(
+        self, rig: EngineRig, single: Started, at: int, length: int
+    ) -> None:
+        prompt = rig.prompt(9, 61)
+        free, _ = await generate(single, ask(prompt, 8, ignore_eos=True))
+        word = tuple(free[at : at + length])
+        tokens, _ = await generate(single, ask(prompt, 8, ignore_eos=True, bad_words=(word,)))
+        assert not has(tokens, word)
+        end = next(n for n in range(8) if has(free[: n + 1], word))  # it may come about sooner
+        assert tokens[:end] == free[:end]
+        assert tokens[end] != free[end]
+
+    async def test_the_prompt_does_not_begin_a_sequence(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        prompt = rig.prompt(9, 62)
+        free, _ = await generate(single, ask(prompt, 6, ignore_eos=True))
+        words = ((prompt[-1], free[0]), (*prompt[-2:], *free[:2]))
+        request = ask(prompt, 6, ignore_eos=True, bad_words=words)
+        tokens, _ = await generate(single, request)
+        assert tokens[:2] == free[:2]
+
+    async def test_the_models_end_may_be_one(self, rig: EngineRig, single: Started) -> None:
+        knobs = {"logit_bias": ((rig.eos, 100.0),), "bad_words": ((rig.eos,),)}
+        tokens, finish = await generate(single, ask(rig.prompt(9, 63), 6, **knobs))
+        assert (len(tokens), finish.reason) == (6, FinishReason.LENGTH)
+        assert rig.eos not in tokens
+
+    async def test_bias_and_temperature_do_not_bring_one_back(
+        self, rig: EngineRig, single: Started
+    ) -> None:
+        words = ((11,), (12, 13))
+        knobs = {"logit_bias": ((11, 100.0), (12, 60.0), (13, 60.0)), "temperature": 1.0}
+        request = ask(rig.prompt(9, 64), 12, ignore_eos=True, seed=3, bad_words=words, **knobs)
+        tokens, _ = await generate(single, request)
+        assert set(tokens) <= {12, 13}
+        assert not has(tokens, (12, 13))
+
+    async def test_a_batch_keeps_each_requests_own(self, rig: EngineRig, single: Started) -> None:
+        prompt = rig.prompt(9, 65)
+        free, _ = await generate(single, ask(prompt, 8, ignore_eos=True))
+        choices: list[tuple[tuple[int, ...], ...]] = [(), ((free[0],),), ((free[1],),), ()]
+        asked = [ask(prompt, 8, ignore_eos=True, bad_words=words) for words in choices]
+        alone = [
+            (await generate(single, replace(one, request_id=f"x-{n}")))[0]
+            for n, one in enumerate(asked)
+        ]
+        together = await asyncio.gather(*(generate(single, one) for one in asked))
+        assert [tokens for tokens, _ in together] == alone
+        assert alone[0] == alone[3] == free
+
+    @pytest.mark.parametrize("length", [1, 2, 3])
+    async def test_the_token_of_prefill_counts(
+        self, rig: EngineRig, pair: Pair, length: int
+    ) -> None:
+        prompt = rig.prompt(19, 66)
+        free, _ = await generate(pair.decode, ask(prompt, 8, ignore_eos=True))
+        word = tuple(free[:length])
+        knobs = {"ignore_eos": True, "bad_words": (word,)}
+        whole, _ = await generate(pair.decode, ask(prompt, 8, **knobs))
+        prefilled = await prefill(pair.prefill, ask(prompt, 8, **knobs))
+        first, ticket = list(prefilled.first_token_ids), prefilled.ticket
+        assert ticket is not None
+        assert first == whole[:1]
+        rest, _ = await collect(resume(pair.decode, ask(prompt, 8, **knobs), ticket))
+        if pair.decode.info.continues_first_token:
+            rest = first + rest
+        assert rest == whole
+        assert not has(rest, word)
+
+
+def has(tokens: Sequence[int], word: tuple[int, ...]) -> bool:
+    """Return whether a sequence is in some tokens."""
+    return any(tuple(tokens[at : at + len(word)]) == word for at in range(len(tokens)))
 
 
 class TestHandOff:
@@ -663,6 +762,16 @@ def assert_alike(rows: Sequence[TokenLogprob], others: Sequence[TokenLogprob]) -
         assert [v for _, v in row.top] == pytest.approx([v for _, v in other.top], abs=1e-3)
 
 
+def assert_ranked(rows: Sequence[TokenLogprob], tokens: Sequence[int]) -> None:
+    """Check each token's place: that among the likeliest, or behind all of them."""
+    for row, token in zip(rows, tokens, strict=True):
+        likeliest = [other for other, _ in row.top]
+        if token in likeliest:
+            assert row.rank == likeliest.index(token) + 1
+        else:
+            assert row.rank > len(likeliest)
+
+
 def finite(rows: Sequence[TokenLogprob]) -> bool:
     values = [value for row in rows for value in (row.logprob, *(value for _, value in row.top))]
     return all(LOGPROB_FLOOR <= value <= 0 for value in values)
@@ -684,6 +793,8 @@ class TestPromptLogprobs:
         for row in rows:
             values = [value for _, value in row.top]
             assert values == sorted(values, reverse=True)
+        assert_ranked(rows, whole[1:])
+        assert_ranked(generated, tokens)
 
     @pytest.mark.parametrize("length", [1, 2, 3])
     async def test_shortest_prompts(self, rig: EngineRig, single: Started, length: int) -> None:
@@ -872,6 +983,7 @@ class TestSampling:
             {"allowed_token_ids": (3, 4), "temperature": 1.0},
             {"allowed_token_ids": (3,), "logit_bias": ((3, -100.0),)},
             {"min_tokens": 3, "repetition_penalty": 100.0},
+            {"bad_words": tuple((token,) for token in range(100)), "temperature": 1.0},
         ],
         ids="-".join,
     )
@@ -886,6 +998,74 @@ class TestSampling:
         assert len(prompt) == 8
         assert finite(rows + prompt)
         assert {len(row.top) for row in rows + prompt} == {20}
+
+
+SEEDED = {"temperature": 1.0, "seed": 7}
+PENALIZED = {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
+
+
+def going_on(request: EngineRequest, generated: Sequence[int]) -> EngineRequest:
+    return replace(request, request_id=f"request-{next(_ids)}", generated=generated)
+
+
+class TestContinuation:
+    """A completion that began elsewhere: nobody can tell where it was cut."""
+
+    @pytest.mark.parametrize(
+        "knobs", [{}, SEEDED, PENALIZED, SEEDED | PENALIZED], ids=["greedy", "seeded", "pen", "all"]
+    )
+    async def test_is_what_would_have_come(
+        self, rig: EngineRig, single: Started, knobs: dict[str, object]
+    ) -> None:
+        request = ask(rig.prompt(21, 5), 12, ignore_eos=True, logprobs=1, **knobs)
+        whole, _ = await generate(single, request)
+        for cut in (1, 2, 7, 11):
+            rest = going_on(request, whole[:cut])
+            if single.info.engine == "vllm" and knobs:
+                with pytest.raises(InvalidRequestError, match="can't go on") as refused:
+                    await generate(single, rest)
+                assert refused.value.field == "generated_token_ids"
+            else:
+                tokens, finish = await generate(single, rest)
+                assert tokens == whole[cut:]
+                assert finish.reason is FinishReason.LENGTH
+
+    async def test_over_block_edges(self, rig: EngineRig, single: Started) -> None:
+        size = single.info.block_size
+        for length in (size - 1, size, size + 1):
+            request = ask(rig.prompt(length, 6), size + 3, ignore_eos=True)
+            whole, _ = await generate(single, request)
+            for cut in (1, size, size + 2):
+                tokens, _ = await generate(single, going_on(request, whole[:cut]))
+                assert tokens == whole[cut:]
+
+    async def test_what_was_generated_counts(self, rig: EngineRig, single: Started) -> None:
+        free, _ = await generate(single, ask(rig.prompt(9), 12, ignore_eos=True))
+        at = next(at for at in range(3, 12) if free[at] not in free[:at])
+        request = ask(rig.prompt(9), 12, min_tokens=2, stop_token_ids=(free[at],), ignore_eos=True)
+        tokens, finish = await generate(single, going_on(request, free[:2]))
+        assert tokens == free[2 : at + 1]
+        assert finish.stop_token_id == free[at]
+
+    async def test_of_logprobs_only_what_follows(self, rig: EngineRig, single: Started) -> None:
+        request = ask(rig.prompt(9), 6, logprobs=2, ignore_eos=True)
+        whole = [step async for step in single.engine.generate(request)]
+        tokens = [token for step in whole for token in step.token_ids]
+        rows = [row for step in whole for row in step.logprobs or ()]
+        rest = [step async for step in single.engine.generate(going_on(request, tokens[:4]))]
+        again = [row for step in rest for row in step.logprobs or ()]
+        assert [row.logprob for row in again] == pytest.approx(
+            [r.logprob for r in rows[4:]], abs=1e-4
+        )
+
+    async def test_nothing_is_left_to_generate(self, rig: EngineRig, single: Started) -> None:
+        with pytest.raises(InvalidRequestError) as caught:
+            await generate(single, going_on(ask(rig.prompt(9), 2), rig.prompt(2)))
+        assert caught.value.field == "max_tokens"
+
+    async def test_ids_outside_of_the_vocabulary(self, rig: EngineRig, single: Started) -> None:
+        with pytest.raises(InvalidRequestError):
+            await generate(single, going_on(ask(rig.prompt(9)), [single.info.vocab_size]))
 
 
 class TestLife:

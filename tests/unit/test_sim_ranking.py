@@ -70,4 +70,5 @@ def test_what_is_told(model: SimModel, digest: int, token: int, count: int) -> N
     order = ranking(model, digest)
     found = told(order, token, count)
     assert found.logprob == order.logprob(token)
+    assert found.rank == 1 + sum(order.logprob(each) > found.logprob for each in order)
     assert found.top == tuple((each, order.logprob(each)) for each in islice(order, count))

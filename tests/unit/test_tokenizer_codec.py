@@ -340,3 +340,54 @@ def test_a_prompt_over_the_limit_is_refused(folders):
 def test_a_folder_without_tokenizer_is_a_wrong_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path.*tokenizer\.json"):
         Codec(tmp_path)
+
+
+def plain_ids(codec, text):
+    return codec.encode(TextPrompt(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("word", ["the", " the", "  the", "The capital", "zzzz", "é", "x y"])
+def test_a_bad_word_is_encoded_bare_and_behind_a_space(codecs, name, word):
+    codec = codecs[name]
+    bare = plain_ids(codec, word.lstrip())
+    spaced = plain_ids(codec, " " + word.lstrip())
+    expected = [bare]
+    if len(spaced) == len(bare) and spaced[0] != bare[0]:
+        expected.append(spaced)
+    assert codec.encode_bad_words([word]) == expected
+
+
+def test_a_word_of_one_token_has_another_behind_a_space(codecs):
+    codec = codecs["byte_level"]
+    found = codec.encode_bad_words(["is"])
+    assert found == [plain_ids(codec, "is"), plain_ids(codec, " is")]
+    assert len(found) == 2
+
+
+def test_bad_words_that_are_the_same_count_once(codecs):
+    codec = codecs["byte_level"]
+    assert codec.encode_bad_words(["the", "the"]) == codec.encode_bad_words(["the"])
+    assert codec.encode_bad_words([]) == []
+
+
+def test_special_tokens_are_recognised_in_bad_words(codecs):
+    codec = codecs["byte_level"]
+    found = codec.encode_bad_words(["<|im_end|>"])
+    assert found[0] == plain_ids(codec, "<|im_end|>")
+    assert len(found[0]) == 1
+
+
+@pytest.mark.parametrize("word", ["", " ", "   "])
+def test_a_bad_word_of_nothing_is_refused(codecs, word):
+    with pytest.raises(InvalidRequestError) as caught:
+        codecs["byte_level"].encode_bad_words(["the", word])
+    assert caught.value.field == "bad_words"
+
+
+def test_too_many_bad_words_are_refused(codecs):
+    with pytest.raises(InvalidRequestError) as caught:
+        codecs["byte_level"].encode_bad_words([f"{n} word" for n in range(129)])
+    assert caught.value.field == "bad_words"
+    with pytest.raises(InvalidRequestError):
+        codecs["byte_level"].encode_bad_words(["zq" * 600])

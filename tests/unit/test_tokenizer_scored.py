@@ -40,7 +40,7 @@ def vocabularies(tokenizers) -> dict[str, Vocabulary]:
 def rows_for(ids, top=2):
     """One row for each id, told apart by its position."""
     return [
-        TokenLogprob(-float(at), tuple((id_, -float(other)) for other in range(top)))
+        TokenLogprob(-float(at), tuple((id_, -float(other)) for other in range(top)), at + 1)
         for at, id_ in enumerate(ids)
     ]
 
@@ -163,6 +163,7 @@ def test_a57_entries_are_in_step_with_the_text(
     # Each token once and in order, none that was not read.
     assert [entry.token.token_id for entry in entries] == ids[: len(entries)]
     assert [entry.token.logprob for entry in entries] == [-float(at) for at in range(len(entries))]
+    assert [entry.rank for entry in entries] == list(range(1, len(entries) + 1))
     if stop is None:
         assert len(entries) == count == len(ids)
     assert len(entries) <= count

@@ -257,6 +257,7 @@ def test_each_of_many_rows_is_scored_by_itself(length: int) -> None:
     for at, each in enumerate(found):
         assert each.logprob == pytest.approx(float(expected[at, one.tokens[at + 2]]))
         assert [token for token, _ in each.top] == ranked(rows[at])[:2]
+        assert each.rank == ranked(rows[at]).index(one.tokens[at + 2]) + 1
     assert last.logprob == pytest.approx(float(expected[length, other.tokens[5]]))
     assert last.top == ()
 
@@ -290,6 +291,21 @@ def test_only_those_who_ask_get_logprobs() -> None:
     assert len(top.top) == 2
 
 
+def test_those_who_are_as_likely_share_the_first_place() -> None:
+    row = torch.tensor([1.0, 3.0, 1.0, 1.0])
+    assert [one_measured(row, token, logprobs=0).rank for token in range(4)] == [2, 1, 2, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_are_not_completed(temperature: float) -> None:
+    row = torch.full((1, VOCAB), -torch.inf)
+    row[0, [5, 6, 7]] = torch.tensor([9.0, 8.0, 7.0])
+    asked = {"temperature": temperature, "top_k": 1, "bad_words": ((5, 5), (5, 6), (6,))}
+    assert pick(row, [sequence([5], 1, **asked)]) == [5]
+    assert pick(row, [sequence([5, 5], 1, **asked)]) == [7]
+    assert pick(row, [sequence([5, 7], 1, **asked)]) == [5]
+
+
 def test_a_small_vocabulary_has_no_more_than_itself() -> None:
     assert len(one_measured(torch.zeros(4), 0, logprobs=20).top) == 4
 
@@ -314,7 +330,7 @@ def test_a36_logprobs_are_finite_whatever_the_logits(worst: float) -> None:
 
 def test_a36_the_impossible_is_at_the_floor() -> None:
     found = one_measured(torch.tensor([0.0, -torch.inf]), 1, logprobs=2)
-    assert found == TokenLogprob(LOGPROB_FLOOR, ((0, 0.0), (1, LOGPROB_FLOOR)))
+    assert found == TokenLogprob(LOGPROB_FLOOR, ((0, 0.0), (1, LOGPROB_FLOOR)), 2)
 
 
 def test_half_precision_logits_are_measured_in_single() -> None:

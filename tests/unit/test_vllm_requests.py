@@ -130,12 +130,18 @@ def test_failures_are_errors(finish_reason: str) -> None:
 
 def test_biases_and_logprobs_go_to_vllm_as_it_wants_them() -> None:
     asked = Sampling(
-        logit_bias=((5, 1.5),), allowed_token_ids=(5, 6), logprobs=0, prompt_logprobs=0
+        logit_bias=((5, 1.5),),
+        allowed_token_ids=(5, 6),
+        logprobs=0,
+        prompt_logprobs=0,
+        bad_words=((5,), (7, 8)),
     )
     arguments = sampling_arguments(asked, {}, EOS, 9)
     assert (arguments["logit_bias"], arguments["allowed_token_ids"]) == ({5: 1.5}, [5, 6])
     assert (arguments["logprobs"], arguments["prompt_logprobs"]) == (0, 0)
+    assert arguments["_bad_words_token_ids"] == [[5], [7, 8]]
     neutral = sampling_arguments(Sampling(), {}, EOS, 9)
+    assert neutral["_bad_words_token_ids"] is None
     assert (neutral["logit_bias"], neutral["allowed_token_ids"]) == (None, None)
     assert (neutral["logprobs"], neutral["prompt_logprobs"]) == (None, None)
 
@@ -170,12 +176,13 @@ def test_logprobs_are_the_sampled_tokens_and_the_likeliest_in_order() -> None:
     outside = {9: entry(-8.0, 40), 3: entry(-0.5, 1), 7: entry(-1.5, 2)}
     completion = SimpleNamespace(token_ids=[7, 9], logprobs=[inside, outside])
     top = ((3, -0.5), (7, -1.5))
-    assert logprobs_of(completion, 2) == (TokenLogprob(-1.5, top), TokenLogprob(-8.0, top))
+    expected = (TokenLogprob(-1.5, top, 2), TokenLogprob(-8.0, top, 40))
+    assert logprobs_of(completion, 2) == expected
 
 
 def test_only_the_sampled_tokens_logprob_has_no_top() -> None:
     completion = SimpleNamespace(token_ids=[7], logprobs=[{7: entry(-1.5, 2)}])
-    assert logprobs_of(completion, 0) == (TokenLogprob(-1.5),)
+    assert logprobs_of(completion, 0) == (TokenLogprob(-1.5, (), 2),)
 
 
 def test_no_logprobs_are_read_unless_asked_for() -> None:
@@ -186,7 +193,7 @@ def test_no_logprobs_are_read_unless_asked_for() -> None:
 def test_prompt_logprobs_are_those_of_all_tokens_but_the_first() -> None:
     rows = [None, {7: entry(-1.5, 2), 3: entry(-0.5, 1)}, {3: entry(-0.25, 1)}]
     request = ask([1, 7, 3], prompt_logprobs=1)
-    expected = (TokenLogprob(-1.5, ((3, -0.5),)), TokenLogprob(-0.25, ((3, -0.25),)))
+    expected = (TokenLogprob(-1.5, ((3, -0.5),), 2), TokenLogprob(-0.25, ((3, -0.25),), 1))
     assert prompt_logprobs_of(request, SimpleNamespace(prompt_logprobs=rows)) == expected
 
 
@@ -212,5 +219,5 @@ def test_missing_logprobs_are_an_error() -> None:
 def test_a36_logprobs_from_vllm_are_finite(worst: float) -> None:
     row = {7: entry(worst, 2), 3: entry(-0.5, 1)}
     completion = SimpleNamespace(token_ids=[7], logprobs=[row])
-    expected = TokenLogprob(LOGPROB_FLOOR, ((3, -0.5), (7, LOGPROB_FLOOR)))
+    expected = TokenLogprob(LOGPROB_FLOOR, ((3, -0.5), (7, LOGPROB_FLOOR)), 2)
     assert logprobs_of(completion, 2) == (expected,)

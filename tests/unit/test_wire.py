@@ -76,6 +76,7 @@ samplings = st.builds(
         lambda d: tuple(sorted(d.items()))
     ),
     logprobs=st.none() | st.integers(0, 20),
+    bad_words=st.lists(st.lists(uint32, min_size=1).map(tuple)).map(tuple),
 )
 # What a float of protobuf holds exactly.
 logprobs = st.floats(-9999, 0, width=32)
@@ -170,7 +171,7 @@ def test_no_logprobs_and_only_the_sampled_tokens_are_different() -> None:
 
 def rows_of(count: int) -> st.SearchStrategy[tuple[TokenLogprob, ...]]:
     top = st.lists(st.tuples(uint32, logprobs), min_size=count, max_size=count).map(tuple)
-    return st.lists(st.builds(TokenLogprob, logprobs, top)).map(tuple)
+    return st.lists(st.builds(TokenLogprob, logprobs, top, uint32)).map(tuple)
 
 
 two_parts = st.integers(0, 3).flatmap(lambda count: st.tuples(rows_of(count), rows_of(count)))
@@ -227,6 +228,32 @@ def test_columns_of_other_lengths_than_they_say_are_refused(columns: dict[str, A
     assert caught.value.field == "top_logprobs"
 
 
+def test_ranks_may_be_missing_and_are_for_each_row() -> None:
+    delta = generation_pb2.TokenDelta(logprobs=[-1.0, -2.0])
+    assert logprobs_from_proto(delta) == (TokenLogprob(-1.0), TokenLogprob(-2.0))
+    delta.ranks.append(3)
+    with pytest.raises(InvalidRequestError) as caught:
+        logprobs_from_proto(delta)
+    assert caught.value.field == "ranks"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [((),), ((1,), ()), ((1,),) * 129, (tuple(range(1025)),), (tuple(range(9)),) * 114],
+    ids=["none", "one-of-none", "many", "long", "in-all"],
+)
+def test_bad_words_beyond_what_there_may_be_name_their_field(
+    words: tuple[tuple[int, ...], ...],
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Sampling(bad_words=words)
+    assert caught.value.field == "bad_words"
+
+
+def test_as_many_bad_words_as_there_may_be_are_taken() -> None:
+    assert len(Sampling(bad_words=(tuple(range(8)),) * 128).bad_words) == 128
+
+
 @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**63, 2**64])
 def test_a49_seeds_that_int64_cannot_hold_are_refused(seed: int) -> None:
     with pytest.raises(InvalidRequestError, match="seed"):
@@ -278,7 +305,7 @@ def test_a_ticket_arrives_as_it_was_sent(params: bytes, expires: float, first: l
 
 @pytest.mark.parametrize("prefill", [None, Worker("p", "e2", "b:2")])
 def test_a_plan_arrives_as_it_was_sent(prefill: Worker | None) -> None:
-    plan = Plan(Worker("d", "e1", "a:1"), prefill, 64, "least loaded")
+    plan = Plan(Worker("d", "e1", "a:1"), prefill, 64, "least loaded", "kv", "short", 0.25)
     message = router_pb2.RoutePlan()
     plan_to_proto(plan, message)
     assert plan_from_proto(message) == plan

@@ -80,9 +80,9 @@ def choose(
 
 
 def told(order: Ranking, token: int, count: int) -> TokenLogprob:
-    """Return how likely a token is, and the `count` likeliest."""
+    """Return how likely a token is, which place it has, and the `count` likeliest."""
     top = tuple((each, order.logprob(each)) for each, _ in zip(order, range(count), strict=False))
-    return TokenLogprob(order.logprob(token), top)
+    return TokenLogprob(order.logprob(token), top, order.rank(token) + 1)
 
 
 def _contenders(order: Ranking, banned: frozenset[int], bias: Mapping[int, float]) -> Iterator[int]:

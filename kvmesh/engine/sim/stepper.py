@@ -89,6 +89,7 @@ class SimStepper:
             samples_eos
             or sequence.stops
             or sequence.banned
+            or sequence.bad_words
             or sequence.steered
             or sampling.logprobs is not None
         )

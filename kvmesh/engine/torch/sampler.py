@@ -135,8 +135,9 @@ def _pick_one(logits: Any, sequence: TorchSequence) -> int:
         logits[list(ids)] += torch.tensor(values, dtype=logits.dtype)
     if knobs.penalizes:
         penalize(logits, knobs, tokens, sequence.prompt_length)
-    if sequence.banned_now:
-        logits[list(sequence.banned_now)] = -torch.inf
+    banned = sequence.banned_now
+    if banned:
+        logits[list(banned)] = -torch.inf
     if sampling.allowed_token_ids:
         allowed = list(sampling.allowed_token_ids)
         only = torch.full_like(logits, -torch.inf)
@@ -155,14 +156,19 @@ def _pick_one(logits: Any, sequence: TorchSequence) -> int:
 
 
 def _told(logits: Any, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """Return how likely each token was by its row of logits, and the `count` likeliest."""
+    """Return how likely each token was by its row of logits, and the `count` likeliest.
+
+    Tokens that are equally likely share the first of their places.
+    """
     rows = torch.log_softmax(logits.float(), -1).nan_to_num(nan=LOGPROB_FLOOR)
     rows = rows.clamp(LOGPROB_FLOOR, 0.0)
-    own = rows[range(len(tokens)), list(tokens)].tolist()
+    own = rows[range(len(tokens)), list(tokens)]
+    ranks = (rows > own.unsqueeze(-1)).sum(-1) + 1
     top = rows.topk(min(count, rows.shape[-1]))
+    columns = (own, ranks, top.indices, top.values)
     return [
-        TokenLogprob(logprob, tuple(zip(ids, values, strict=True)))
-        for logprob, ids, values in zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
+        TokenLogprob(logprob, tuple(zip(ids, values, strict=True)), rank)
+        for logprob, rank, ids, values in zip(*(each.tolist() for each in columns), strict=True)
     ]
 
 

@@ -82,6 +82,7 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[Step]:
         """Prefill and decode here; see `AsyncEngine`."""
+        request = requests.continued(request)
         running = self._admit(request)
         arguments = running.arguments(request)
         async with aclosing(self._outputs(request, arguments, None)) as outputs:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvmesh.engine.base import EngineRequest, Finish
@@ -52,6 +53,34 @@ def check_request(
     check_sampling(request.sampling, vocab_size, eos_token_ids)
 
 
+def continued(request: EngineRequest) -> EngineRequest:
+    """Return the request that goes on from what of it is generated: to vLLM, that is prompt.
+
+    Raises `InvalidRequestError` where vLLM would sample otherwise than in one run: it then
+    has to know which tokens are the completion's.
+    """
+    generated, sampling = request.generated, request.sampling
+    if not generated:
+        return request
+    spans = any(len(sequence) > 1 for sequence in sampling.bad_words)
+    seeded = sampling.seed is not None and sampling.temperature != 0
+    if sampling.presence_penalty or sampling.frequency_penalty or spans or seeded:
+        raise InvalidRequestError(
+            "vLLM can't go on with a completion that has a seed, presence or frequency penalties"
+            " or bad words of several tokens",
+            field="generated_token_ids",
+        )
+    count, most = len(generated), sampling.max_tokens
+    if most is not None and most <= count:
+        raise InvalidRequestError("max_tokens were sampled already", field="max_tokens")
+    left = replace(
+        sampling,
+        max_tokens=None if most is None else most - count,
+        min_tokens=max(0, sampling.min_tokens - count),
+    )
+    return replace(request, token_ids=[*request.token_ids, *generated], generated=(), sampling=left)
+
+
 def completion_limit(request: EngineRequest, context_length: int) -> int:
     """Return how many tokens the request may generate at most."""
     room = context_length - len(request.token_ids)
@@ -82,6 +111,8 @@ def sampling_arguments(
         "detokenize": False,
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        # What vLLM makes of words with a tokenizer, which it has none of here.
+        "_bad_words_token_ids": [list(sequence) for sequence in sampling.bad_words] or None,
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,
     }
@@ -158,7 +189,9 @@ def _logprob(row: Mapping[int, Any], token: int, count: int) -> TokenLogprob:
     likeliest = row.items() if len(row) <= count else ((k, v) for k, v in row.items() if k != token)
     ranked = sorted(likeliest, key=lambda item: item[1].rank)
     top = tuple((token_id, _finite(entry.logprob)) for token_id, entry in ranked)
-    return TokenLogprob(_finite(row[token].logprob), top)
+    own = row[token]
+    # Of one that is among the likeliest, this is its place in their order.
+    return TokenLogprob(_finite(own.logprob), top, own.rank or 0)
 
 
 def _finite(logprob: float) -> float:
