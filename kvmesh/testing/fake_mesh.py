@@ -64,7 +64,15 @@ class FakeMesh:
         if not decodes:
             raise UnavailableError("no decode worker is left")
         prefill = prefills[0] if self.remote and prefills else None
-        return Plan(decodes[0], prefill, expected_cached_tokens=0, why="fake")
+        return Plan(
+            decodes[0],
+            prefill,
+            expected_cached_tokens=2,
+            why="fake: the first of each",
+            policy="first",
+            reason="configured",
+            waited=0.25,
+        )
 
     async def idle(self) -> None:
         """Wait until nothing runs in any fake, and no text is open."""

@@ -78,6 +78,8 @@ class FakeTokenizer(Fake):
             size = start.block_size
             if size:
                 result.block_hashes.extend(range(1, len(ids) // size + 1))
+            for word in start.bad_words:
+                result.bad_words.add(ids=word.encode())
         return Completion()
 
     def _open(self, start: Any, call: ServerCall) -> None:
@@ -129,7 +131,7 @@ class _FakeText:
             self._text += self._decoder.decode(_bytes(token))
             if row is not None:
                 pending, _ = self._decoder.getstate()
-                entry = TextLogprob(_score(token, row.logprob), begin, _scores(row.top))
+                entry = TextLogprob(_score(token, row.logprob), begin, _scores(row.top), row.rank)
                 self._logprobs.append((len(self._text) + bool(pending), entry))
             stop = self._stop()
             if stop is not None and len(self._text) > begin:

@@ -18,6 +18,7 @@ from kvmesh.types import (
     Completion,
     FinishReason,
     KvTicket,
+    Leg,
     Plan,
     Role,
     TokenLogprob,
@@ -30,7 +31,7 @@ from kvmesh.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from kvmesh.wire import plan_to_proto, ticket_to_proto
+from kvmesh.wire import LEG_FROM_PROTO, plan_to_proto, ticket_to_proto
 from kvmesh.wire_logprobs import logprobs_to_proto
 
 MODEL = "fake-model"
@@ -119,7 +120,7 @@ class _Backwards:
         return 0.0
 
 
-class FakeRouter(Fake):
+class FakeRouter(Fake, router_pb2_grpc.RouterServiceServicer):
     """Answers with `plan(start)`, and keeps reservations until they are cancelled."""
 
     role = Role.ROUTER
@@ -128,6 +129,9 @@ class FakeRouter(Fake):
         super().__init__()
         self.plan = plan
         self.prefilled: list[int] = []
+        self.generating: list[int] = []
+        self.failed: list[Leg] = []
+        self.timed_out: list[Leg] = []
         self.hold = False
 
     def registrations(self) -> dict[str, Any]:
@@ -146,11 +150,19 @@ class FakeRouter(Fake):
         if not self.hold:
             plan = self.plan(start)
             plan_to_proto(plan, call.outbox.next().plans.add(stream_id=call.stream_id))
+            call.disarm()
         self.live += 1
         call.on_cancel = partial(self._over, call)
 
     def _feed(self, message: Any, stream: Any) -> None:
-        self.prefilled.extend(progress.stream_id for progress in message.progress)
+        for progress in message.progress:
+            if progress.prefilled:
+                self.prefilled.append(progress.stream_id)
+            if progress.generating:
+                self.generating.append(progress.stream_id)
+            leg = LEG_FROM_PROTO.get(progress.failed_leg)
+            if leg is not None:
+                (self.timed_out if progress.timed_out else self.failed).append(leg)
 
     def _over(self, call: ServerCall) -> None:
         self.live -= 1
@@ -298,21 +310,22 @@ class FakeDecode(FakeWorker):
                 )
                 logprobs_to_proto([row(t, start.sampling.prompt_logprobs) for t in ids], delta)
             finish = await self.script(self, start, emit)
-        before = len(start.ticket.first_token_ids) if start.HasField("ticket") else 0
+        before = len(start.ticket.first_token_ids or start.generated_token_ids)
         usage = Usage(len(start.token_ids), before + sent, CACHED_TOKENS)
         return Completion(finish, usage, self.stop_token)
 
 
 def row(token: int, count: int) -> TokenLogprob:
     """Return what fake workers say of a token: the likelier, the smaller its id."""
-    return TokenLogprob(-token / 100, tuple((token + n, -(token + n) / 100) for n in range(count)))
+    top = tuple((token + n, -(token + n) / 100) for n in range(count))
+    return TokenLogprob(-token / 100, top, token + 1)
 
 
 async def say(fake: FakeDecode, start: Any, emit: Emit) -> FinishReason:
-    """Emit the answer, four tokens a step, cut at max_tokens."""
+    """Emit the answer, or what is missing of it, four tokens a step, cut at max_tokens."""
     ids = fake.answer.encode()
     limit = start.sampling.max_tokens if start.sampling.HasField("max_tokens") else len(ids)
-    for at in range(0, min(limit, len(ids)), 4):
+    for at in range(len(start.generated_token_ids), min(limit, len(ids)), 4):
         emit(ids[at : min(at + 4, limit)])
         await asyncio.sleep(0)
     return FinishReason.LENGTH if limit < len(ids) else FinishReason.STOP

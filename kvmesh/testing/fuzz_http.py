@@ -164,6 +164,7 @@ _FIELDS = (
     *("stop_token_ids", "tools", "response_format", "user", "metadata", "chat_template"),
     *("chat_template_kwargs", "truncate_prompt_tokens", "min_tokens", "best_of", "suffix"),
     *("allowed_token_ids", "prompt_logprobs", "priority", "ignore_eos", "add_generation_prompt"),
+    "bad_words",
 )
 
 _CHANGES: tuple[Callable[[random.Random, dict[str, Any]], None], ...] = (

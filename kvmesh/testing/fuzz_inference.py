@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
 from kvmesh.testing.fuzz_proto import Likely, broken, messages
-from kvmesh.v1 import inference_pb2
+from kvmesh.v1 import generation_pb2, inference_pb2
 
 NAME = "models/tiny"
 """The model that right requests ask for."""
@@ -102,6 +102,10 @@ def _names(*names: str) -> set[str]:
     return {f"kvmesh.v1.{name}" for name in names}
 
 
+def _sequence(ids: list[int]) -> generation_pb2.TokenSequence:
+    return generation_pb2.TokenSequence(ids=ids)
+
+
 def _values(**more: Any) -> dict[str, Any]:
     """Values in range, most of them; `more` are sampling parameters'."""
     sampling = {
@@ -118,12 +122,14 @@ def _values(**more: Any) -> dict[str, Any]:
         "logit_bias": st.dictionaries(_TOKENS, st.floats(-100, 100), max_size=3),
         "logprobs": st.sampled_from((0, 1, 20)),
         "allowed_token_ids": st.integers(10, 600),
+        "bad_words": st.lists(st.integers(0, 500), min_size=1, max_size=3).map(_sequence),
         **more,
     }
     given = {
         "GenerateInput.text": _TEXTS,
         "GenerateInput.truncate_to": st.sampled_from((0, 1, 2, 8, 2**31, 2**32 - 1)),
         "GenerateInput.stop": st.sampled_from(("a", "é", "\0", "x" * 1000)),
+        "GenerateInput.bad_words": st.sampled_from(("a", "é", "The", "two words", "x" * 100)),
         "TokenIds.ids": st.integers(0, 500),
         "ChatMessage.role": st.sampled_from(("user", "system", "assistant")),
         "ChatMessage.content": _TEXTS,

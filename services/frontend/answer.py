@@ -13,8 +13,9 @@ from services.frontend.request import Request
 class Piece:
     """What comes next of choice `index`. Its last piece, and only that, has the completion.
 
-    `text` may be empty in the last one, and where `logprobs` is not. `token_count`: tokens of
-    this choice read so far, in all. `prompt_tokens`: those of its prompt.
+    `text` may be empty in the last one, and where `logprobs` or `prompt_logprobs` is not.
+    `token_count`: tokens of this choice read so far, in all. `prompt_tokens`: those of its
+    prompt. `prompt_logprobs`, of all the prompt's tokens, come once and first.
     """
 
     text: str
@@ -23,6 +24,7 @@ class Piece:
     index: int = 0
     logprobs: tuple[TextLogprob, ...] = ()
     prompt_tokens: int = 0
+    prompt_logprobs: tuple[TextLogprob, ...] = ()
 
 
 class Answer:
@@ -30,7 +32,7 @@ class Answer:
 
     `feed`, `feed_prompt` and `end` are called by streams' readers: they don't block and
     don't raise. A generation that fails makes `next` raise; another one may then go on
-    feeding.
+    from the tokens that came.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class Answer:
         first: Callable[[], None],
         index: int = 0,
     ) -> None:
-        self.received = 0
-        """Tokens generated so far, those that the text does not show included."""
+        self.token_ids: list[int] = []
+        """What was generated so far, with what the text does not show."""
         self.cached_tokens: int | None = None
         """Prompt tokens that a remote prefill found cached; None: decode will say."""
         self.completion: Completion | None = None
@@ -61,6 +63,11 @@ class Answer:
         self._held: tuple[list[int], list[TokenLogprob]] = ([], [])
 
     @property
+    def received(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids)
+
+    @property
     def generated(self) -> bool:
         """Whether all tokens are there."""
         return self._generated is not None
@@ -72,9 +79,9 @@ class Answer:
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Take the next tokens, one or more, with theirs if these were asked for."""
-        if not self.received:
+        if not self.token_ids:
             self._first()
-        self.received += len(token_ids)
+        self.token_ids += token_ids
         if self._hides_last or self._hidden:
             token_ids, logprobs = self._hold_back(token_ids, logprobs)
         if token_ids:

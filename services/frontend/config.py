@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.discovery import DiscoveryConfig
 from kvmesh.rpc.config import RpcConfig
+from kvmesh.sampling import MAX_BAD_WORDS
 from kvmesh.telemetry import TelemetryConfig
 
 
@@ -63,6 +64,17 @@ class LimitsConfig:
     )
     stop_token_ids: int = field(
         default=256, metadata={"help": "stop token ids of one request", "min": 1}
+    )
+    bad_words: int = field(
+        default=128,
+        metadata={"help": "bad words of one request", "min": 1, "max": MAX_BAD_WORDS},
+    )
+    bad_word_chars: int = field(
+        default=256, metadata={"help": "characters of one bad word", "min": 1}
+    )
+    explain: bool = field(
+        default=True,
+        metadata={"help": "whether callers may ask which workers answer them, and why"},
     )
 
 

@@ -18,55 +18,74 @@ from services.frontend.texts import Texts
 
 
 class Echo:
-    """Makes the first piece of a choice that echoes its prompt."""
+    """Makes the first piece of a choice that has something of its prompt."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
 
     async def piece(self, choice: Choice, answer: Answer | None) -> Piece:
-        """Return the prompt as text, with its log probabilities if these are asked for.
+        """Return what is wanted of the prompt: its text, its log probabilities, or both.
 
         They come with `answer`, whose own text is what follows. Where only the prompt is
-        wanted, this piece is the choice's last. Of a conversation it is the message that the
-        answer goes on with, if there is one.
+        wanted, this piece is the choice's last. The text of a conversation is the message
+        that the answer goes on with, if there is one.
         """
         request, source = choice.run.request, choice.source
-        entries: tuple[TextLogprob, ...] = ()
+        rows: Sequence[TokenLogprob] = ()
         if choice.sampling.prompt_logprobs is not None and answer is not None:
             rows = await choice.run.within(answer.prompt_logprobs())
-            text, entries = await self._decode(choice, rows)
-        elif isinstance(source.prompt, ChatPrompt):
-            text = _begun(source.prompt)
-        elif isinstance(source.prompt, TextPrompt) and request.truncate_to is None:
-            text = source.prompt.text
-        else:
-            text, _ = await self._decode(choice, None)
+        text, entries = await self._echoed(choice, rows) if request.echo else ("", ())
+        told: tuple[TextLogprob, ...] = ()
+        if choice.prompt_logprobs is not None:
+            _, told = await self._scored(choice, rows, choice.prompt_logprobs, keep_special=True)
         if answer is not None:
             answer.shift = len(text)
         prompt_tokens = len(source.encoded.token_ids)
         completion = None
         if not request.generate:
             completion = Completion(FinishReason.LENGTH, Usage(prompt_tokens, 0))
-        return Piece(text, 0, completion, choice.index, entries, prompt_tokens)
+        return Piece(text, 0, completion, choice.index, entries, prompt_tokens, told)
 
-    async def _decode(
-        self, choice: Choice, rows: Sequence[TokenLogprob] | None
+    async def _echoed(
+        self, choice: Choice, rows: Sequence[TokenLogprob]
     ) -> tuple[str, tuple[TextLogprob, ...]]:
-        """Return the prompt's text, and with `rows`, of all tokens but the first, its tokens."""
+        """Return the prompt as text, with its log probabilities if these belong to it."""
+        request, source = choice.run.request, choice.source
+        keep = request.keep_special
+        if choice.scores_echo:
+            count = request.sampling.logprobs or 0
+            return await self._scored(choice, rows, count, keep_special=keep)
+        if isinstance(source.prompt, ChatPrompt):
+            return _begun(source.prompt), ()
+        if isinstance(source.prompt, TextPrompt) and request.truncate_to is None:
+            return source.prompt.text, ()
+        return await self._texts.decode(
+            choice.run, source.tokenizer, source.encoded.token_ids, keep_special=keep
+        )
+
+    async def _scored(
+        self, choice: Choice, rows: Sequence[TokenLogprob], count: int, *, keep_special: bool
+    ) -> tuple[str, tuple[TextLogprob, ...]]:
+        """Return the prompt's text, and all its tokens with the `count` likeliest of each.
+
+        `rows` are of all tokens but the first.
+        """
         source = choice.source
         # Rows are of one length, so the first token, which nothing predicts, borrows one.
-        given = [] if rows is None else [*(rows[:1] or [TokenLogprob(0.0)]), *rows]
+        given = [*(rows[:1] or [TokenLogprob(0.0)]), *rows]
+        if len(given[0].top) > count:
+            given = [replace(row, top=row.top[:count]) for row in given]
         text, entries = await self._texts.decode(
             choice.run,
             source.tokenizer,
             source.encoded.token_ids,
             given,
-            keep_special=choice.run.request.keep_special,
+            keep_special=keep_special,
         )
         if entries:
             first = entries[0]
-            unpredicted = replace(first, token=replace(first.token, logprob=None), top=())
-            entries = (unpredicted, *entries[1:])
+            token = replace(first.token, logprob=None)
+            entries = (replace(first, token=token, top=(), rank=0), *entries[1:])
         return text, entries
 
 

@@ -39,7 +39,8 @@ class Fleet:
         self._models: dict[str, Model] = {}
         self._known: set[str] = set()
         self._routers: tuple[Worker, ...] = ()
-        self._turn = 0
+        self._epochs: dict[str, str] = {}
+        self._turns: Counter[Role] = Counter()
         self.decoding: Counter[str] = Counter()
         """Requests of this frontend on each decode worker, by id."""
 
@@ -51,6 +52,7 @@ class Fleet:
         served = (_model(name, ready) for name in sorted({member.model for member in ready}))
         self._models = {model.name: model for model in served if model is not None}
         self._routers = _workers(ready, Role.ROUTER)
+        self._epochs = {member.id: member.epoch for member in members}
         self._pool.retain([_worker(member) for member in members])
 
     def models(self) -> Sequence[Model]:
@@ -78,11 +80,11 @@ class Fleet:
 
     def tokenizers(self, model: Model) -> list[Peer]:
         """Return the model's tokenizers, in the order to try them in: the next one first."""
-        return self._in_turn(model.tokenizers)
+        return self._in_turn(Role.TOKENIZER, model.tokenizers)
 
     def routers(self) -> list[Peer]:
         """Return the routers, in the order to try them in: the next one first."""
-        return self._in_turn(self._routers)
+        return self._in_turn(Role.ROUTER, self._routers)
 
     def least_busy(self, model: Model, excluded: Collection[str]) -> Worker:
         """Return the decode worker on which this frontend has least running."""
@@ -96,13 +98,23 @@ class Fleet:
         least = min(self.decoding[worker.id] for worker in candidates)
         return self._rng.choice([w for w in candidates if self.decoding[w.id] == least])
 
+    def same_lives(self, workers: Iterable[Worker]) -> list[str]:
+        """Return the ids of those workers that have not been started anew since, as far as known.
+
+        What a life failed with says nothing of the next one.
+        """
+        epochs = self._epochs
+        return [w.id for w in workers if epochs.get(w.id, w.epoch) in ("", w.epoch)]
+
     def peer(self, worker: Worker) -> Peer:
         """Return the connection to a worker."""
         return self._pool.get(worker)
 
-    def _in_turn(self, workers: Sequence[Worker]) -> list[Peer]:
-        self._turn += 1
-        start = self._turn % len(workers) if workers else 0
+    def _in_turn(self, role: Role, workers: Sequence[Worker]) -> list[Peer]:
+        # Turns of their own: a request asks a tokenizer and a router, so that of two routers
+        # shared turns would lead to the same one each time.
+        self._turns[role] += 1
+        start = self._turns[role] % len(workers) if workers else 0
         return [self._pool.get(worker) for worker in (*workers[start:], *workers[:start])]
 
 

@@ -17,7 +17,7 @@ class Generation:
     worker is gone, it may be in the middle of pulling: the lease runs out by itself.
     """
 
-    __slots__ = ("_answer", "_call", "_give_back", "_left", "_placement", "_started")
+    __slots__ = ("_answer", "_call", "_give_back", "_goes_on", "_left", "_placement", "_started")
 
     def __init__(
         self, answer: Answer, placement: Placement, give_back: Callable[[], None] | None
@@ -25,6 +25,7 @@ class Generation:
         self._answer = answer
         self._placement = placement
         self._give_back = give_back
+        self._goes_on = bool(answer.received) and give_back is None
         self._call: DecodeCall | None = None
         self._started = False
         self._left = False
@@ -33,7 +34,8 @@ class Generation:
         """Dispatch; if it can't be, give the ticket back and raise."""
         try:
             self._call = decode(self)
-        except MeshError:
+        except MeshError as error:
+            self._placement.failed(error)
             if self._give_back is not None:
                 self._give_back()
             raise
@@ -44,7 +46,8 @@ class Generation:
             self._started = True
             if self._call is not None and self._answer.cached_tokens is None:
                 self._answer.cached_tokens = self._call.cached_tokens
-            self._placement.prefilled(self._answer.cached_tokens)
+            self._prefilled(self._answer.cached_tokens)
+            self._placement.generating()
         if self._answer.open:
             self._answer.feed(token_ids, logprobs)
         else:
@@ -57,9 +60,15 @@ class Generation:
         if unopened and self._give_back is not None:
             self._give_back()
         if isinstance(outcome, Completion) and outcome.usage is not None:
-            self._placement.prefilled(outcome.usage.cached_tokens)
+            self._prefilled(outcome.usage.cached_tokens)
         if not self._left:
+            if isinstance(outcome, MeshError):
+                self._placement.failed(outcome)
             self._answer.end(outcome)
+
+    def _prefilled(self, cached_tokens: int | None) -> None:
+        # Of what it goes on from, the prompt's part is not known.
+        self._placement.prefilled(None if self._goes_on else cached_tokens)
 
     def leave(self) -> None:
         """Stop generating, without waiting for it. Nothing more reaches the answer."""

@@ -75,6 +75,7 @@ class FrontendMetrics:
     def __init__(self, meter: Meter, known: Callable[[str], bool]) -> None:
         self.fallbacks = 0
         self.orphans = 0
+        self.migrations = 0
         self._known = known
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._instruments = _Instruments(meter)
@@ -100,9 +101,10 @@ class FrontendMetrics:
         """Count a request that was refused before it began."""
         self._instruments.count(self.model(model), reason, (ERROR,))
 
-    def retried(self, step: Step) -> None:
-        """Count an attempt that failed and is made again."""
+    def retried(self, step: Step, *, migrates: bool = False) -> None:
+        """Count an attempt that failed and is made again, or goes on elsewhere."""
         self._retries.add(step=step)
+        self.migrations += migrates
 
 
 class Lane:
@@ -240,4 +242,5 @@ _TOKEN_BUCKETS = tuple(float(4**power) for power in range(14))
 _TOTALS = {
     "fallbacks": "Requests placed without a router, as none was reachable.",
     "orphans": "KV tickets that were given back without a decode.",
+    "migrations": "Answers that went on elsewhere after their worker had failed.",
 }

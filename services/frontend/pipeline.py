@@ -26,6 +26,7 @@ from kvmesh.types import Encoded, KvTicket
 from services.frontend.answer import Answer, Piece
 from services.frontend.config import LimitsConfig
 from services.frontend.echo import Echo
+from services.frontend.explanation import Explanation
 from services.frontend.fleet import Fleet, Model
 from services.frontend.generation import Generation
 from services.frontend.merge import merged
@@ -64,14 +65,17 @@ class Pipeline:
         self._texts = Texts(fleet, metrics, clock)
         self._echo = Echo(self._texts)
 
-    def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def generate(
+        self, request: Request, explanation: Explanation | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the choices' text as it comes; each choice's last piece has its completion.
 
+        `explanation` is told where each choice runs, before its first piece comes.
         The request has passed `check_limits`. Raises `MeshError`, for one choice that fails
         as for all. Closing the generator, or cancelling whoever waits in it, cancels the
         work in every process at once, without waiting for them.
         """
-        begun = self._begun(request)
+        begun = self._begun(request, explanation)
         # One choice, as nearly all requests have, is read without anything in between.
         return self._answer(begun) if request.choices == 1 else self._answers(begun)
 
@@ -105,9 +109,11 @@ class Pipeline:
         return self._fleet.model(model).context_length
 
     @asynccontextmanager
-    async def _begun(self, request: Request) -> AsyncIterator[tuple[Model, list[Choice]]]:
+    async def _begun(
+        self, request: Request, explanation: Explanation | None
+    ) -> AsyncIterator[tuple[Model, list[Choice]]]:
         """Trace and count the request; yield its choices once all prompts are encoded."""
-        with self._observed(request) as run:
+        with self._observed(request, explanation) as run:
             model = self._fleet.model(request.model)
             sources = await self._texts.encode(run, model)
             for source in sources:
@@ -147,10 +153,10 @@ class Pipeline:
                         choice.retry(error, self._limits.attempts)
 
     @contextmanager
-    def _observed(self, request: Request) -> Iterator[Run]:
+    def _observed(self, request: Request, explanation: Explanation | None) -> Iterator[Run]:
         """Trace and count the request."""
         with self._traced(request.operation, request) as span:
-            run = Run(request, span, self._metrics, self._clock)
+            run = Run(request, span, self._metrics, self._clock, explanation)
             failure: BaseException | None = None
             try:
                 yield run
@@ -253,6 +259,7 @@ class Pipeline:
                     run.context(span),
                     self._clock,
                     ticket=ticket,
+                    generated=answer.token_ids if ticket is None else (),
                     sink=sink.tokens,
                     done=sink.done,
                     prompt_sink=answer.feed_prompt,

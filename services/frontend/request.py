@@ -45,8 +45,11 @@ class Request:
 
     `deadline` is on the process's clock. `stop` strings end the text; with
     `include_stop` the text keeps the one that did. `keep_special`: special tokens show
-    in the text. Requests of one `session` belong together, if there is one. `id` is this
-    process's own, `caller_id` the caller's, to be echoed.
+    in the text. Answers do not have `bad_words`; those of `sampling` are further ones, as
+    token ids. `sampling.prompt_logprobs` come with the first answer to each prompt.
+    Requests of one `session` belong together, if there is one; those of one `fair_key` have
+    one share where there is not enough for all. `id` is this process's own, `caller_id` the
+    caller's, to be echoed.
     """
 
     model: str
@@ -60,8 +63,10 @@ class Request:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     keep_special: bool = False
+    bad_words: tuple[str, ...] = ()
     priority: int = 0
     session: str = ""
+    fair_key: str = ""
     traceparent: str = ""
     caller_id: str = ""
     id: str = field(default_factory=fresh_id)
@@ -76,6 +81,8 @@ class Request:
             _check_prompt(prompt)
         if not all(self.stop):
             raise InvalidRequestError("a stop string is empty", field="stop")
+        if not all(self.bad_words):
+            raise InvalidRequestError("bad_words has an empty one", field="bad_words")
         if self.n < 1:
             raise InvalidRequestError(f"n must be at least 1, got {self.n}", field="n")
         if self.truncate_to is not None and not (
@@ -105,6 +112,9 @@ def check_limits(request: Request, limits: LimitsConfig) -> None:
     _at_most(limits.stops, len(request.stop), "stop strings", "stop")
     longest = max(map(len, request.stop), default=0)
     _at_most(limits.stop_chars, longest, "characters in a stop string", "stop")
+    _at_most(limits.bad_words, len(request.bad_words), "bad_words", "bad_words")
+    longest = max(map(len, request.bad_words), default=0)
+    _at_most(limits.bad_word_chars, longest, "characters in one of bad_words", "bad_words")
     stop_ids = len(request.sampling.stop_token_ids)
     _at_most(limits.stop_token_ids, stop_ids, "stop_token_ids", "stop_token_ids")
 

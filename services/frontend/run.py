@@ -7,13 +7,21 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvmesh.clock import Clock
-from kvmesh.errors import DeadlineError, MeshError, Reason, TicketError, TransferError
+from kvmesh.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    MeshError,
+    Reason,
+    TicketError,
+    TransferError,
+)
 from kvmesh.host.engine_metrics import ABORT, ERROR
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.status import row
 from kvmesh.telemetry import Span, safe_message
 from kvmesh.types import Completion, Context, Encoded, Plan, Prompt, Sampling, Usage, Worker
 from services.frontend.answer import Answer, Piece
+from services.frontend.explanation import Explanation, Failure
 from services.frontend.metrics import Ending, FrontendMetrics, Step, reason_of
 from services.frontend.request import Request
 from services.frontend.usage import total_usage
@@ -27,9 +35,16 @@ class Run:
     """One request being served: its time, its span, its choices."""
 
     def __init__(
-        self, request: Request, span: Span, metrics: FrontendMetrics, clock: Clock
+        self,
+        request: Request,
+        span: Span,
+        metrics: FrontendMetrics,
+        clock: Clock,
+        explanation: Explanation | None = None,
     ) -> None:
         self.request = request
+        self.explanation = explanation
+        """What is to be told to the caller, if he wants to know."""
         self.span = span
         self.choices: list[Choice] = []
         self.metrics = metrics
@@ -110,22 +125,32 @@ class Choice:
         self.run = run
         self.index = index
         self.source = source
-        self.sampling = _sampling(request, index % request.n)
-        self.excluded: list[str] = []
-        """Workers, by id, that failed this choice."""
+        first = index % request.n == 0
+        self.prompt_logprobs = request.sampling.prompt_logprobs if first else None
+        """How many of the likeliest tokens are told with each of the prompt's; None: nothing is."""
+        self.sampling = self._sampling(index % request.n)
+        self.excluded: list[Worker] = []
+        """Workers that failed this choice."""
         self.local = self.sampling.prompt_logprobs is not None
         """Whether decode is to prefill by itself, whatever the plan says."""
         self.answer: Answer | None = None
         self.completion: Completion | None = None
         """How it ended, once the last piece has gone to the caller."""
-        self.echoed = not request.echo
-        """Whether the prompt, where it is wanted, has gone to the caller."""
+        self.echoed = not request.echo and self.prompt_logprobs is None
+        """Whether what is wanted of the prompt has gone to the caller."""
         self._first_token: float | None = None
         self._last_text: float | None = None
         self._attempts = 0
         self._step: Step | None = None
         self._plan: Plan | None = None
         self._failure: MeshError | None = None
+
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the prompt, where it is echoed, comes with log probabilities."""
+        request = self.run.request
+        scores = request.sampling.logprobs is not None and request.operation != "chat"
+        return request.echo and scores
 
     @property
     def needs_engine(self) -> bool:
@@ -178,46 +203,63 @@ class Choice:
     def retry(self, error: MeshError, attempts: int) -> None:
         """Return if a further attempt may do better; raise what failed if not.
 
-        Nothing that the caller has seen a part of is begun anew.
+        It begins anew, or goes on from the tokens that came before the failure.
         """
         answer, step, run = self.answer, self._step, self.run
         if step is None or self._plan is None:
             # Nobody is left to try: the reason is what the last one failed with.
             raise self._failure or error
         self._attempts += 1
-        if (
-            answer is None
-            or answer.received
-            or not answer.open
-            or not row(error).retry
-            or self._attempts >= attempts
-        ):
+        if isinstance(error, InvalidRequestError) and self._failure is not None:
+            # What is wrong with going on is no fault of the caller's.
+            raise self._failure
+        if answer is None or not answer.open or not row(error).retry or self._attempts >= attempts:
             raise error
         self._failure = error
+        migrates = bool(answer.received)
         self._exclude(error, step, self._plan)
-        run.metrics.retried(step)
-        run.span.event("retry", {"kvmesh.step": step.value, "error.type": error.reason.value})
-        log.info("request %s: %s failed, trying again: %s", run.request.id, step, error.reason)
+        if migrates:
+            self.local = True
+            if self.echoed:
+                self.sampling = replace(self.sampling, prompt_logprobs=None)
+        run.metrics.retried(step, migrates=migrates)
+        verb = "going on elsewhere" if migrates else "trying again"
+        log.info("request %s: %s failed, %s: %s", run.request.id, step, verb, error.reason)
 
     def _exclude(self, error: MeshError, step: Step, plan: Plan) -> None:
-        suspect: Worker | None = plan.decode
+        suspect = plan.decode
         if plan.prefill is not None and (
             step is Step.PREFILL or isinstance(error, (TicketError, TransferError))
         ):
             suspect = plan.prefill
             # The second prefill that comes to nothing is the last.
             self.local = self.local or self._attempts > 1
-        if suspect is not None:
-            self.excluded.append(suspect.id)
+        self.excluded.append(suspect)
+        failure = Failure(step.value, suspect.id, error.reason.value)
+        run = self.run
+        run.span.event(
+            "retry",
+            {
+                "kvmesh.step": failure.step,
+                "kvmesh.worker": failure.worker_id,
+                "error.type": failure.reason,
+            },
+        )
+        if run.explanation is not None:
+            run.explanation.failed(self.index, failure)
 
-
-def _sampling(request: Request, number: int) -> Sampling:
-    """Return how the `number`th answer to a prompt is sampled: each from its own seed."""
-    sampling = request.sampling
-    if sampling.seed is not None and number:
-        sampling = replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
-    if request.echo and sampling.logprobs is not None and request.operation != "chat":
-        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
-    if not request.generate:
-        sampling = replace(sampling, max_tokens=1, min_tokens=0)
-    return sampling
+    def _sampling(self, number: int) -> Sampling:
+        """Return how the `number`th answer to a prompt is sampled: each from its own seed."""
+        request, sampling = self.run.request, self.run.request.sampling
+        seed, scores = sampling.seed, self.prompt_logprobs
+        if seed is not None and number:
+            seed = (seed + number + 2**63) % 2**64 - 2**63
+        if self.scores_echo:
+            scores = max(scores or 0, sampling.logprobs or 0)
+        found = self.source.encoded.bad_words
+        if (seed, scores) != (sampling.seed, sampling.prompt_logprobs) or found:
+            words = (*sampling.bad_words, *found)
+            sampling = replace(sampling, seed=seed, prompt_logprobs=scores, bad_words=words)
+        if not request.generate:
+            sampling = replace(sampling, max_tokens=1, min_tokens=0)
+        return sampling

@@ -27,6 +27,7 @@ from kvmesh.wire import completion_to_proto, prompt_from_proto, sampling_from_pr
 from kvmesh.wire_logprobs import text_logprobs_to_proto
 from services.frontend.answer import Piece
 from services.frontend.config import FrontendConfig
+from services.frontend.explanation import Explanation
 from services.frontend.fleet import Fleet
 from services.frontend.keys import Keys
 from services.frontend.metrics import FrontendMetrics
@@ -74,15 +75,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         """Generate a completion."""
         with self._served("Generate", self._context(context)) as arrived, self._admitted(context):
-            wanted = self._parse(request.model, request, arrived)
+            wanted = self._parse(request.model, request, arrived, self._fair_key(context))
             texts: list[str] = []
             response = inference_pb2.GenerateResponse(request_id=wanted.id)
-            async with aclosing(self._pipeline.generate(wanted)) as pieces:
+            told = _Telling(self._explanation(request, wanted))
+            async with aclosing(self._pipeline.generate(wanted, told.due)) as pieces:
                 async for piece in pieces:
                     texts.append(piece.text)
                     text_logprobs_to_proto(piece.logprobs, response)
             response.text = "".join(texts)
             completion_to_proto(piece.completion or Completion(), response.completion)
+            told.write(response)
             return response
 
     async def StreamGenerate(
@@ -91,19 +94,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Generate a completion and stream it."""
         served = self._served("StreamGenerate", self._context(context))
         with served as arrived, self._admitted(context):
-            wanted = self._parse(request.model, request, arrived)
+            wanted = self._parse(request.model, request, arrived, self._fair_key(context))
             response = partial(inference_pb2.StreamGenerateResponse, request_id=wanted.id)
+            told = _Telling(self._explanation(request, wanted))
             # Not an async generator: gRPC would not close it at once when the client goes.
-            async with aclosing(self._pipeline.generate(wanted)) as pieces:
+            async with aclosing(self._pipeline.generate(wanted, told.due)) as pieces:
                 async for piece in pieces:
                     if piece.text:
                         some = response(text=piece.text)
                         text_logprobs_to_proto(piece.logprobs, some)
+                        told.write(some)
                         await context.write(some)
                     if piece.completion is not None:
                         last = response()
                         text_logprobs_to_proto(() if piece.text else piece.logprobs, last)
                         completion_to_proto(piece.completion, last.completion)
+                        told.write(last)
                         await context.write(last)
 
     async def MultiplexGenerate(
@@ -113,7 +119,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._authenticate(context)
         process = self._process
         stream = ServerStream(
-            GENERATE, self._start, identity=process.identity, gate=process.gate, clock=process.clock
+            GENERATE,
+            partial(self._start, fair_key=self._fair_key(context)),
+            identity=process.identity,
+            gate=process.gate,
+            clock=process.clock,
         )
         await stream.run(request_iterator, context)
 
@@ -133,14 +143,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             response.next_page_token = models[size - 1].name
         return response
 
-    def _start(self, start: inference_pb2.GenerateStart, call: ServerCall) -> None:
-        call.spawn(self._answer(start, call))
+    def _explanation(self, message: Any, request: Request) -> Explanation | None:
+        """Return what is to be filled and told, where the caller wants to know."""
+        wanted = message.input.explain and self._limits.explain
+        return Explanation(request.id, request.choices) if wanted else None
 
-    async def _answer(self, start: inference_pb2.GenerateStart, call: ServerCall) -> Completion:
+    def _start(
+        self, start: inference_pb2.GenerateStart, call: ServerCall, *, fair_key: str
+    ) -> None:
+        call.spawn(self._answer(start, call, fair_key))
+
+    async def _answer(
+        self, start: inference_pb2.GenerateStart, call: ServerCall, fair_key: str
+    ) -> Completion:
         with self._served("MultiplexGenerate", call.context) as arrived:
-            wanted = self._parse(start.model, start, arrived)
-            async with aclosing(self._pipeline.generate(wanted)) as pieces:
+            wanted = self._parse(start.model, start, arrived, fair_key)
+            told = _Telling(self._explanation(start, wanted))
+            async with aclosing(self._pipeline.generate(wanted, told.due)) as pieces:
                 async for piece in pieces:
+                    if told.due is not None:
+                        told.write(call.outbox.next().explanations.add(stream_id=call.stream_id))
                     if piece.text or piece.logprobs:
                         _send(call, piece)
                     if piece.completion is not None:
@@ -179,10 +201,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             gate.leave()
 
     def _authenticate(self, context: Any) -> None:
-        metadata = context.invocation_metadata() or ()
-        shown = [_bytes(value) for name, value in metadata if name == "authorization"]
-        if not self._keys.accept(shown):
+        if not self._keys.accept(_shown(context)):
             raise UnauthenticatedError("an API key is required: authorization: Bearer <key>")
+
+    def _fair_key(self, context: Any) -> str:
+        return self._keys.fair_key(_shown(context))
 
     def _context(self, context: Any) -> Context:
         """Return what a unary or streaming RPC says of its request."""
@@ -193,14 +216,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         deadline = None if left is None else clock.now() + left
         return Context(str(metadata.get("x-request-id", "")), deadline, traceparent)
 
-    def _parse(self, model: str, message: Any, context: Context) -> Request:
+    def _parse(self, model: str, message: Any, context: Context, fair_key: str) -> Request:
         try:
-            return self._request(model, message, context)
+            return self._request(model, message, context, fair_key)
         except InvalidRequestError as error:
             self._metrics.refused(error.reason, model.removeprefix(_PREFIX))
             raise
 
-    def _request(self, model: str, message: Any, context: Context) -> Request:
+    def _request(self, model: str, message: Any, context: Context, fair_key: str) -> Request:
         if not model.startswith(_PREFIX) or model == _PREFIX:
             raise InvalidRequestError("model must have the form models/{model}", field="model")
         if not message.HasField("input"):
@@ -220,13 +243,49 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             stop=tuple(given.stop),
             include_stop=given.include_stop,
             keep_special=given.keep_special,
+            bad_words=tuple(given.bad_words),
             priority=given.priority or context.priority,
             session=session_key(given.session),
+            fair_key=fair_key,
             traceparent=parse_traceparent(context.traceparent),
             caller_id=caller_id(context.request_id),
         )
         check_limits(request, self._limits)
         return request
+
+
+class _Telling:
+    """Where a request runs, for its first message; `due` is None when nobody wants to know."""
+
+    __slots__ = ("due",)
+
+    def __init__(self, explanation: Explanation | None) -> None:
+        self.due = explanation
+
+    def write(self, message: Any) -> None:
+        """Write it into the first message, if it is due and the request runs anywhere."""
+        explanation, self.due = self.due, None
+        placed = explanation.of(0) if explanation is not None else None
+        if placed is None:
+            return
+        plan, out = placed.plan, message.explanation
+        out.decode_worker_id = plan.decode.id
+        out.prefill_worker_id = "" if plan.prefill is None else plan.prefill.id
+        out.reason = plan.reason
+        out.policy = plan.policy
+        out.router_id = placed.router_id
+        out.prompt_tokens = placed.prompt_tokens
+        out.expected_cached_tokens = plan.expected_cached_tokens
+        out.queue_seconds = plan.waited
+        out.why = plan.why
+        for failure in placed.failures:
+            out.failures.add(step=failure.step, worker_id=failure.worker_id, reason=failure.reason)
+
+
+def _shown(context: Any) -> list[bytes]:
+    """Return what a call shows to be let in."""
+    metadata = context.invocation_metadata() or ()
+    return [_bytes(value) for name, value in metadata if name == "authorization"]
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvmesh.clock import Clock
@@ -23,16 +24,25 @@ class Texts:
         self._clock = clock
 
     async def encode(self, run: Run, model: Model) -> list[Source]:
-        """Return the request's prompts, encoded; when one can't be, none is."""
-        prompts = run.request.prompts
-        if len(prompts) == 1:
-            return [await self._encode(run, model, prompts[0])]
+        """Return the request's prompts, encoded; when one can't be, none is.
+
+        Each has the request's bad words, which go with the first.
+        """
+        first, *others = run.request.prompts
+        words = run.request.bad_words
+        if not others:
+            return [await self._encode(run, model, first, words)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._encode(run, model, each)) for each in prompts]
+                tasks = [
+                    group.create_task(self._encode(run, model, first, words)),
+                    *(group.create_task(self._encode(run, model, each)) for each in others),
+                ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+        sources = [task.result() for task in tasks]
+        found = sources[0].encoded.bad_words
+        return [replace(each, encoded=replace(each.encoded, bad_words=found)) for each in sources]
 
     async def decode(
         self,
@@ -63,7 +73,9 @@ class Texts:
                 entries.extend(entry for piece in pieces for entry in piece.logprobs)
         return "".join(texts), tuple(entries)
 
-    async def _encode(self, run: Run, model: Model, prompt: Prompt) -> Source:
+    async def _encode(
+        self, run: Run, model: Model, prompt: Prompt, bad_words: Sequence[str] = ()
+    ) -> Source:
         lost: MeshError | None = None
         with run.span.child("tokenize") as span:
             encode = partial(
@@ -74,6 +86,7 @@ class Texts:
                 context=run.context(span),
                 clock=self._clock,
                 truncate_to=_truncate_to(run, model),
+                bad_words=bad_words,
             )
             for peer in self._fleet.tokenizers(model):
                 try:

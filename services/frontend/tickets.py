@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from kvmesh.errors import MeshError
-from kvmesh.rpc.clients import release_kv
+from kvmesh.rpc.workers import release_kv
 from kvmesh.types import KvTicket, Worker
 from services.frontend.fleet import Fleet
 from services.frontend.metrics import FrontendMetrics

@@ -66,6 +66,39 @@ async def test_a03_a_decode_worker_that_is_killed_in_mid_stream(state: Path, pre
         assert (await mesh.metrics(frontend))["kvmesh_request_errors_total"] == 1
 
 
+SEEDED = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize(("engine", "prefill"), [("sim", "0"), ("sim", "1"), ("torch", "1")])
+async def test_a_stream_outlives_its_decode_workers(state: Path, engine: str, prefill: str) -> None:
+    flags = ("--engine", engine, "--prefill", prefill, "--decode", "3")
+    paced = SLOW_STEPS if engine == "sim" else ()
+    async with cluster(state, *flags, *paced) as mesh, mesh.client() as client:
+        model = await model_of(client)
+        pids = {worker["id"]: worker["pid"] for worker in await mesh.of("decode")}
+        explained = {"x-kvmesh-explain": "1"}
+        for knobs in ({}, SEEDED):
+            wanted = body(model, max_tokens=80, prompt="story " * 80, **knobs)
+            whole = (await client.post("/v1/completions", json=wanted)).json()
+            asked = {**wanted, "stream": True, "stream_options": {"include_usage": True}}
+            async with client.stream(
+                "POST", "/v1/completions", json=asked, headers=explained
+            ) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines) for _ in range(20)]
+                os.kill(pids[response.headers["x-kvmesh-decode-worker"]], signal.SIGKILL)
+                seen += [line async for line in lines]
+            assert [line for line in seen if line][-1] == "data: [DONE]"
+            events = [json.loads(line[6:]) for line in seen if line.startswith("data: {")]
+            text = "".join(e["choices"][0]["text"] for e in events if e["choices"])
+            assert text == whole["choices"][0]["text"]
+            assert events[-1]["usage"]["completion_tokens"] == 80
+        (frontend,) = await mesh.of("frontend")
+        metrics = await mesh.metrics(frontend)
+        assert metrics.get("kvmesh_request_errors_total", 0) == 0
+        assert metrics["kvmesh_migrations_total"] == 2
+
+
 async def test_a03_with_nobody_left_the_status_says_so(state: Path) -> None:
     async with (
         cluster(state, "--engine", "sim", "--prefill", "0", *SLOW_STEPS) as mesh,

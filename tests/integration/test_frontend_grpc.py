@@ -32,6 +32,8 @@ from services.frontend.config import FrontendConfig, HttpConfig
 
 NAME = f"models/{MODEL}"
 
+NO_WORD = [generation_pb2.TokenSequence()]
+
 
 @pytest.fixture
 async def mesh() -> AsyncIterator[FakeMesh]:
@@ -80,6 +82,25 @@ async def test_stream_generate_says_the_same(stub: Any) -> None:
     assert len({response.request_id for response in responses}) == 1
 
 
+async def test_bad_words_go_to_the_engines_as_token_ids(stub: Any, mesh: FakeMesh) -> None:
+    mesh.remote = True
+    sampling = generation_pb2.SamplingParams()
+    sampling.bad_words.add(ids=[7, 8])
+    message = given(bad_words=["ab", "c"], sampling=sampling)
+    await stub.Generate(inference_pb2.GenerateRequest(model=NAME, input=message))
+    assert list(mesh.tokenizer.starts[0].bad_words) == ["ab", "c"]
+    for start in (mesh.prefill.starts[0], mesh.decode.starts[0]):
+        found = [bytes(sequence.ids) for sequence in start.sampling.bad_words]
+        assert found == [b"\7\b", b"ab", b"c"]
+
+
+async def test_ranks_come_with_the_log_probabilities(stub: Any, mesh: FakeMesh) -> None:
+    message = given(sampling=generation_pb2.SamplingParams(logprobs=1))
+    response = await stub.Generate(inference_pb2.GenerateRequest(model=NAME, input=message))
+    ranks = [entry.rank for entry in response.logprobs]
+    assert ranks == [token + 1 for token in mesh.decode.answer.encode()]
+
+
 @pytest.mark.parametrize(
     ("model", "message", "kind", "field"),
     [
@@ -92,6 +113,15 @@ async def test_stream_generate_says_the_same(stub: Any) -> None:
         (NAME, given(stop=[""]), InvalidRequestError, "stop"),
         (NAME, given(stop=["s"] * 17), InvalidRequestError, "stop"),
         (NAME, given(stop=["s" * 1025]), InvalidRequestError, "stop"),
+        (NAME, given(bad_words=[""]), InvalidRequestError, "bad_words"),
+        (NAME, given(bad_words=["w"] * 129), InvalidRequestError, "bad_words"),
+        (NAME, given(bad_words=["w" * 257]), InvalidRequestError, "bad_words"),
+        (
+            NAME,
+            given(sampling=generation_pb2.SamplingParams(bad_words=NO_WORD)),
+            InvalidRequestError,
+            "bad_words",
+        ),
         (
             NAME,
             given(sampling=generation_pb2.SamplingParams(stop_token_ids=[1] * 257)),

@@ -1,6 +1,7 @@
 """The life of a request among fake services, over real gRPC."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -9,7 +10,13 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvmesh.errors import OverloadedError, TicketError, TransferError, UnavailableError
+from kvmesh.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    TicketError,
+    TransferError,
+    UnavailableError,
+)
 from kvmesh.testing import fakes
 from kvmesh.testing.fake_mesh import FakeMesh, fake_mesh
 from kvmesh.testing.fake_tokenizer import FakeTokenizer
@@ -189,7 +196,7 @@ async def test_kv_that_cannot_be_pulled_is_computed_elsewhere(
     await apart.idle()
 
 
-async def test_prefill_that_fails_is_replaced_then_done_without(apart: FakeMesh) -> None:
+async def test_a51_prefill_that_fails_is_replaced_then_done_without(apart: FakeMesh) -> None:
     for prefill in apart.prefills:
         prefill.refuses = UnavailableError("gone")
     assert text(await ask(apart)) == "Hello, world!"
@@ -199,7 +206,7 @@ async def test_prefill_that_fails_is_replaced_then_done_without(apart: FakeMesh)
     await apart.idle()
 
 
-async def test_attempts_are_bounded_and_the_first_cause_is_told() -> None:
+async def test_a51_attempts_are_bounded_and_the_first_cause_is_told() -> None:
     async with fake_mesh(app, config(), decodes=5) as mesh:
         for decode in mesh.decodes:
             decode.script = fakes.die
@@ -218,26 +225,80 @@ async def test_when_nobody_is_left_the_workers_own_error_is_told(mesh: FakeMesh)
     await mesh.idle()
 
 
-async def test_decode_that_fails_after_its_first_token_fails_the_request(apart: FakeMesh) -> None:
-    apart.decode.script = fakes.die_later
+async def test_decode_that_fails_after_its_first_token_is_gone_on_from(apart: FakeMesh) -> None:
+    first, second = apart.decodes
+    first.script = fakes.die_later
     asking = asyncio.create_task(ask(apart))
-    await apart.decode.until(lambda: apart.decode.live == 1)
+    await first.until(lambda: first.live == 1)
     await apart.router.until(lambda: len(apart.router.prefilled) == 1)
-    apart.decode.gate.set()
-    assert (await asking).status_code == 503
-    assert not apart.decodes[1].starts
+    first.gate.set()
+    response = await asking
+    assert text(response) == "Hello, world!"
+    assert response.json()["usage"]["completion_tokens"] == 13
+    (start,) = second.starts
+    assert list(start.token_ids) == list(b"tell me")
+    assert bytes(start.generated_token_ids) == b"Hello"
+    assert not start.HasField("ticket")  # it computes the prompt by itself
+    planned = apart.router.starts[1]
+    assert (planned.prompt_tokens, planned.max_tokens) == (12, 95)
+    assert list(planned.excluded_worker_ids) == [apart.node(first).member.id]
     await apart.idle()
     assert apart.prefill.released == []
-    assert metric(apart, 'kvmesh_requests_total{model="fake-model",outcome="unavailable"}') == 1
+    assert metric(apart, "kvmesh_migrations_total") == 1
+    assert metric(apart, 'kvmesh_requests_total{model="fake-model",outcome="ok"}') == 1
 
 
-async def test_decode_worker_that_dies_mid_stream_fails_the_request(apart: FakeMesh) -> None:
-    apart.decode.script = fakes.babble
-    asking = asyncio.create_task(ask(apart))
-    await apart.decode.until(lambda: apart.decode.live == 1)
-    await apart.tokenizer.until(lambda: bool(apart.tokenizer.texts))
-    await apart.node(apart.decode).kill()
-    assert (await asking).status_code == 503
+async def test_decode_worker_that_dies_mid_stream_is_not_noticed(apart: FakeMesh) -> None:
+    first = apart.decode
+    first.script = fakes.babble
+    body = {"model": MODEL, "prompt": "x", "stream": True, "logprobs": 1}
+    async with streaming(apart, body) as lines:
+        seen = [await anext(lines)]
+        await apart.node(first).kill()
+        seen += [line async for line in lines]
+    assert "error" not in "".join(seen)
+    assert seen[-2] == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in seen if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == "Hello, world!"
+    told = [event["choices"][0]["logprobs"] for event in events]
+    assert "".join(t for each in told if each for t in each["tokens"]) == "Hello, world!"
+    await apart.idle()
+
+
+async def test_kv_that_cannot_be_pulled_after_the_first_token_is_computed_by_decode(
+    apart: FakeMesh,
+) -> None:
+    async def pull_fails(fake: FakeDecode, start: Any, emit: fakes.Emit) -> FinishReason:
+        if start.HasField("ticket"):
+            raise TransferError("the pull failed")
+        return await fakes.say(fake, start, emit)
+
+    apart.prefill.first = [ord("H")]
+    apart.decode.script = pull_fails
+    assert text(await ask(apart)) == "Hello, world!"
+    assert [bytes(start.generated_token_ids) for start in apart.decode.starts] == [b"", b"H"]
+    await apart.idle()
+
+
+async def test_going_on_is_bounded_too() -> None:
+    async with fake_mesh(app, config(), decodes=5) as mesh:
+        for decode in mesh.decodes:
+            decode.script = fakes.die_later
+            decode.gate.set()
+        response = await ask(mesh)
+        assert response.status_code == 503
+        assert sum(len(decode.starts) for decode in mesh.decodes) == 3
+        await mesh.idle()
+
+
+async def test_where_no_one_can_go_on_the_first_cause_is_told(apart: FakeMesh) -> None:
+    first, second = apart.decodes
+    first.script = fakes.die_later
+    first.gate.set()
+    second.refuses = InvalidRequestError("not with a seed", field="generated_token_ids")
+    response = await ask(apart)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "the worker is going away"
     await apart.idle()
 
 

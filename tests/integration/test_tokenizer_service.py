@@ -42,6 +42,7 @@ from kvmesh.types import (
     Worker,
 )
 from services.tokenizer.codec import Codec
+from services.tokenizer.config import LimitsConfig
 from services.tokenizer.lanes import Lanes
 from services.tokenizer.servicer import SERVICE_NAME, Host, TokenizerServicer
 
@@ -61,9 +62,12 @@ class Mesh:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    async def encode(self, prompt: Prompt, *, block_size=0, model=MODEL, deadline=None, keep=0):
+    async def encode(
+        self, prompt: Prompt, *, block_size=0, model=MODEL, deadline=None, keep=0, words=()
+    ):
         context = Context("r1", deadline)
-        return await encode(self.peer, prompt, model, block_size, context, CLOCK, truncate_to=keep)
+        more = {"truncate_to": keep, "bad_words": words}
+        return await encode(self.peer, prompt, model, block_size, context, CLOCK, **more)
 
     def detokenize(self, *, model=MODEL, deadline=None, **options) -> TextCall:
         return detokenize(self.peer, model, Context("r1", deadline), CLOCK, **options)
@@ -79,7 +83,8 @@ async def served(folder: Path, **limits) -> AsyncIterator[Mesh]:
         render_foreign=limits.get("render_foreign"),
     )
     async with Lanes(long_size=20_000, max_waiting=1000, max_waiting_size=10**7) as lanes:
-        servicer = TokenizerServicer(codec, MODEL, lanes, host, max_stop_chars=1000)
+        sizes = LimitsConfig(max_stop_chars=1000, max_bad_word_chars=100)
+        servicer = TokenizerServicer(codec, MODEL, lanes, host, sizes)
         async with serve(RpcConfig(), {SERVICE_NAME: servicer.register}) as server:
             address = f"127.0.0.1:{server.port}"
             peer = Peer(Worker("tokenizer-x", "e1", address), "test", RpcConfig())
@@ -265,7 +270,8 @@ async def test_leaving_early_frees_the_request(mesh):
     async with asyncio.timeout(5):
         await mesh.gate.idle()
     count = float(len(mesh.ids("the")))
-    assert f"kvmesh_detokenized_tokens_total {count}" in mesh.metrics().decode()
+    line = f'kvmesh_detokenized_tokens_total{{model="{MODEL}"}} {count}'
+    assert line in mesh.metrics().decode()
 
 
 LONG_PROMPTS = {
@@ -374,9 +380,40 @@ async def test_tokens_are_counted_in_the_metrics(mesh):
     await mesh.encode(TextPrompt("the"))
     await complete(mesh, mesh.ids("the capital"))
     text = mesh.metrics().decode()
-    assert f"kvmesh_encoded_tokens_total {float(len(mesh.ids('the')))}" in text
-    assert f"kvmesh_detokenized_tokens_total {float(len(mesh.ids('the capital')))}" in text
-    assert "kvmesh_encode_waiting 0.0" in text
+    label = f'{{model="{MODEL}"}}'
+    encoded, decoded = float(len(mesh.ids("the"))), float(len(mesh.ids("the capital")))
+    assert f"kvmesh_encoded_tokens_total{label} {encoded}" in text
+    assert f"kvmesh_detokenized_tokens_total{label} {decoded}" in text
+    assert f"kvmesh_encode_waiting{label} 0.0" in text
+
+
+async def test_models_that_are_not_served_are_in_no_metric(mesh):
+    with pytest.raises(UnknownModelError):
+        await mesh.encode(TextPrompt("the"), model="other")
+    assert 'model="other"' not in mesh.metrics().decode()
+
+
+async def test_bad_words_come_back_with_the_prompt(mesh):
+    encoded = await mesh.encode(TextPrompt("hi"), words=["is", "capital of"])
+    bare, spaced, *longer = map(list, encoded.bad_words)
+    assert (bare, spaced) == (mesh.ids("is"), mesh.ids(" is"))
+    assert longer[0] == mesh.ids("capital of")
+    assert (await mesh.encode(TextPrompt("hi"))).bad_words == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ([""], InvalidRequestError),
+        ([" "], InvalidRequestError),
+        (["x" * 101], RequestTooLargeError),
+    ],
+)
+async def test_bad_words_are_refused_by_name(mesh, words, kind):
+    with pytest.raises(kind) as caught:
+        await mesh.encode(TextPrompt("hi"), words=words)
+    assert caught.value.field == "bad_words"
+    assert mesh.gate.running == 0
 
 
 @pytest.fixture(scope="module")

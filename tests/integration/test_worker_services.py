@@ -28,19 +28,12 @@ from kvmesh.host.desk import EngineDesk, Running
 from kvmesh.host.process import Process
 from kvmesh.host.worker import WorkerServicer, tickets_settled
 from kvmesh.kv.blocks import block_hashes
-from kvmesh.rpc.clients import (
-    DecodeCall,
-    PrefillAnswer,
-    PrefillCall,
-    decode,
-    prefill,
-    release_kv,
-    watch_worker,
-)
+from kvmesh.rpc.clients import DecodeCall, PrefillAnswer, PrefillCall, decode, prefill
 from kvmesh.rpc.config import RpcConfig
 from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.server import serve
+from kvmesh.rpc.workers import release_kv, watch_worker
 from kvmesh.telemetry import quiet_telemetry
 from kvmesh.testing.discovery import MemoryDiscovery
 from kvmesh.types import (
@@ -263,7 +256,7 @@ async def test_cancel_and_a_lost_client_free_the_engine() -> None:
         await freed(d)
 
 
-async def test_an_engine_that_dies_fails_its_requests_and_says_so() -> None:
+async def test_a28_an_engine_that_dies_fails_its_requests_and_says_so() -> None:
     config = replace(PACED, faults=Faults(crash_after_steps=3))
     async with worker("d", config) as d:
         error = await refused(d, Sampling(max_tokens=50))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmesh.testing.differential.answers import Answer, Choice, Position, fetch
+from kvmesh.testing.differential.answers import Answer, Choice, Position, Ranked, fetch
 from kvmesh.testing.differential.asks import CHAT, COMPLETIONS, PROBED, Ask, Said
 from kvmesh.testing.differential.compare import Difference, Known, differences, judge
 from kvmesh.testing.differential.good_asks import good_asks
@@ -171,6 +171,43 @@ def test_offsets_and_bytes_of_tokens_are_compared() -> None:
         return answer(logprobs=[Position("a", -1.0, {}, offset, utf8)])
 
     assert whats(one(0, [97]), one(3, [98])) == ["offsets", "bytes"]
+
+
+async def test_what_is_told_of_a_prompt_is_read_from_either_place() -> None:
+    row = {"7": {"logprob": -1.5, "rank": 3, "decoded_token": "x"}}
+    told = [None, {"7": Ranked(-1.5, 3, "x")}]
+    choice = {"index": 0, "text": "a", "finish_reason": "stop"}
+    inside = {**HEAD, "choices": [{**choice, "prompt_logprobs": [None, row]}]}
+    got = await answered(json.dumps(inside).encode())
+    assert (got.prompt, got.choices[0].prompt) == (None, told)
+    beside = {**HEAD, "choices": [choice], "prompt_logprobs": [None, row]}
+    got = await answered(json.dumps(beside).encode())
+    assert (got.prompt, got.choices[0].prompt) == (told, None)
+
+
+def test_what_is_told_of_a_prompt_is_compared() -> None:
+    def one(*rows: dict[str, Ranked] | None) -> Answer:
+        return answer(prompt=[*rows])
+
+    def row(own: int, logprob: float = -9.0, text: str = "x") -> dict[str, Ranked]:
+        return {"7": Ranked(logprob, own, text), "3": Ranked(-1.0, 1, "y")}
+
+    assert whats(one(None, row(50)), one(None, row(50))) == []
+    assert whats(one(None, row(50)), one(None, row(52, -9.005))) == []
+    assert whats(one(None, row(50)), one(None, row(50, -9.2))) == ["prompt"]
+    assert whats(one(None, row(50)), one(None, row(60))) == ["prompt"]
+    assert whats(one(None, row(50)), one(None, row(50, text="z"))) == ["prompt_text"]
+    assert whats(one(None, row(50)), one(row(50), row(50))) == ["prompt"]
+    assert whats(one(None, row(50)), one(None)) == ["prompt"]
+    assert whats(one(None), answer()) == ["prompt"]
+    assert whats(answer(), one(None)) == ["prompt"]
+    other = {"3": Ranked(-1.0, 1, "y"), "7": Ranked(-9.0, 50, "x")}
+    assert whats(one(row(50)), one(other)) == ["prompt"]
+    # Two that are as likely as each other: either may be the last of the likeliest.
+    last = {"7": Ranked(-0.5, 1, "x"), "4": Ranked(-1.001, 2, "y")}
+    first = {"7": Ranked(-0.5, 1, "x"), "5": Ranked(-1.0, 2, "z")}
+    assert whats(one(first), one(last)) == []
+    assert whats(Answer(200, prompt=[None]), Answer(200)) == ["prompt"]
 
 
 def test_a_difference_goes_to_the_first_entry_that_covers_it() -> None:

@@ -98,3 +98,12 @@ def test_the_least_busy_worker_is_chosen(fleet: Fleet) -> None:
         fleet.least_busy(model, ("decode-0", "decode-1", "decode-2"))
     fleet.update([member(Role.TOKENIZER), member(Role.DECODE, 0)])
     assert fleet.least_busy(model, ()).id == "decode-0"
+
+
+def test_routers_and_tokenizers_take_turns_apart(fleet: Fleet) -> None:
+    two = [member(role, at) for role in (Role.TOKENIZER, Role.ROUTER) for at in range(2)]
+    fleet.update([*two, member(Role.DECODE)])
+    model = fleet.model("m")
+    asked = [(fleet.tokenizers(model)[0], fleet.routers()[0]) for _ in range(4)]
+    assert len({tokenizer for tokenizer, _ in asked}) == 2
+    assert len({router for _, router in asked}) == 2

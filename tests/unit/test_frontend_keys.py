@@ -1,5 +1,7 @@
 """Who may call."""
 
+import hashlib
+
 import pytest
 
 from services.frontend.keys import Keys
@@ -49,3 +51,16 @@ def test_without_keys_everybody_may_call() -> None:
 def test_an_empty_key_lets_nobody_in() -> None:
     for value in (b"", b"Bearer", b"Bearer ", b"Bearer x"):
         assert not Keys([""]).accept([value])
+
+
+def test_a_key_has_one_share_however_it_is_shown() -> None:
+    shown = [[b"Bearer sk-one"], [b"bearer  sk-one "]]
+    (share,) = {KEYS.fair_key(values) for values in shown}
+
+    assert share == hashlib.sha256(b"sk-one").hexdigest()[:16]
+    assert KEYS.fair_key(["Bearer ключ".encode()]) not in ("", share)
+
+
+def test_where_everybody_may_call_all_share_alike() -> None:
+    assert Keys([]).fair_key([b"Bearer sk-one"]) == ""
+    assert KEYS.fair_key([]) == ""

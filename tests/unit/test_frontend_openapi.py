@@ -155,6 +155,20 @@ def test_answers_are_as_described(shape: Shape, name: str, logprobs: bool) -> No
         jsonschema.validate(event, schema(f"{name}Chunk"), jsonschema.Draft202012Validator)
 
 
+FIRST = TextLogprob(TokenScore(7, b"x", None), 0)
+
+
+@pytest.mark.parametrize(("shape", "name"), [(Chat, "ChatCompletion"), (Text, "Completion")])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_prompts_log_probabilities_are_as_described(shape: Shape, name: str, rank: int) -> None:
+    request = Request("m", (TextPrompt("x"),), 1.0, Sampling(prompt_logprobs=1))
+    whole = Whole(shape, Call(request), 1)
+    told = (FIRST, TextLogprob(SCORE, 0, (SCORE,), rank))
+    for piece in (Piece("", 0, None, 0, (), 2, told), *PIECES):
+        whole.add(piece)
+    jsonschema.validate(json.loads(whole.body()), schema(name), jsonschema.Draft202012Validator)
+
+
 def test_errors_are_as_described() -> None:
     assert fits("Error", json.loads(HttpError(404, "not_found", "x").body()))
     kinds = SCHEMAS["Error"]["properties"]["error"]["properties"]["type"]["enum"]

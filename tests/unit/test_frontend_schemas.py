@@ -60,6 +60,7 @@ def prompt_of(call: Call) -> Prompt:
 
 SAMPLING: dict[str, Any] = {
     "stop": ["a", "b"],
+    "bad_words": ["c", " d"],
     "max_tokens": 7,
     "min_tokens": 2,
     "temperature": 0,
@@ -123,6 +124,7 @@ def test_everything_that_can_be_said_is_read(reader: Any) -> None:
             n=2,
             truncate_to=9,
             stop=("a", "b"),
+            bad_words=("c", " d"),
             include_stop=True,
             keep_special=True,
             priority=-4,
@@ -195,7 +197,8 @@ BOTH: dict[str, list[Any]] = {
     "model": ["", 5, None],
     "echo": [1],
     "guided_json": [{}],
-    "prompt_logprobs": [-1, 1, 2_000_000_000],
+    "prompt_logprobs": [-1, 21, 2_000_000_000, True, 1.0, "1"],
+    "bad_words": [[""], ["x", ""], "x", [5], {}, ["x"] * 129, ["x" * 257]],
     "parallel": [1],
 }
 
@@ -231,6 +234,24 @@ def test_wrong_values_of_chats_are_refused_by_name(field: str, values: list[Any]
     for value in values:
         error = refused(chat, **{field: value})
         assert (error.field or "").startswith(field), (field, value, error)
+
+
+@pytest.mark.parametrize("reader", [chat, complete])
+def test_a_prompts_log_probabilities_are_not_streamed(reader: Any) -> None:
+    assert reader(prompt_logprobs=0).request.sampling.prompt_logprobs == 0
+    assert reader(prompt_logprobs=20, stream=False).request.sampling.prompt_logprobs == 20
+    assert reader(stream=True).request.sampling.prompt_logprobs is None
+    for count in (0, 1):
+        assert refused(reader, prompt_logprobs=count, stream=True).field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("reader", [chat, complete])
+def test_bad_words_are_taken_as_they_are(reader: Any) -> None:
+    words = [" the", "\0", "é" * 256, *"abc"]
+    assert reader(bad_words=words).request.bad_words == tuple(words)
+    assert reader(bad_words=[]).request.bad_words == ()
+    assert reader(bad_words=None).request.bad_words == ()
+    assert len(reader(bad_words=["x"] * 128).request.bad_words) == 128
 
 
 def test_a22_the_newer_length_wins() -> None:

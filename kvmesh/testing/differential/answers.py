@@ -65,27 +65,46 @@ class Position:
 
 
 @dataclass(slots=True)
+class Ranked:
+    """A token of a prompt's log probabilities: its place among all, from 1, and its text."""
+
+    logprob: float
+    rank: int | None
+    text: str | None
+
+
+PromptLogprobs = list[dict[str, Ranked] | None]
+"""For each token of a prompt what is told at its place, by id."""
+
+
+@dataclass(slots=True)
 class Choice:
-    """One choice, put together if it was streamed. `logprobs` None: there are none."""
+    """One choice, put together if it was streamed. `logprobs` None: there are none.
+
+    `prompt` are the log probabilities of its prompt, if they are told in the choice.
+    """
 
     text: str = ""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[Position] | None = None
+    prompt: PromptLogprobs | None = None
 
 
 @dataclass(slots=True)
 class Answer:
     """An answer, whole or streamed. `raw` is what was read, for people.
 
-    `labels` is what it calls itself: object, model, prefix of the id, role. `done`: it
-    ended as it should. `usage_with_text`: usage came together with text.
+    `labels` is what it calls itself: object, model, prefix of the id, role. `prompt` are the
+    log probabilities of the prompt, if they are told beside the choices. `done`: it ended
+    as it should. `usage_with_text`: usage came together with text.
     """
 
     status: int
     error: str | None = None
     labels: set[str] = field(default_factory=set)
     choices: dict[int, Choice] = field(default_factory=dict)
+    prompt: PromptLogprobs | None = None
     usage: tuple[int, int, int] | None = None
     usage_with_text: bool = False
     done: bool = True
@@ -183,6 +202,7 @@ def error_class(document: Any) -> str:
 
 def _take(answer: Answer, document: Mapping[str, Any]) -> None:
     answer.labels |= {document["object"], document["model"], document["id"].partition("-")[0]}
+    answer.prompt = _prompt(document.get("prompt_logprobs"))
     for given in document["choices"]:
         choice = answer.choices.setdefault(given["index"], Choice())
         body = given.get("message") or given.get("delta") or given
@@ -191,6 +211,7 @@ def _take(answer: Answer, document: Mapping[str, Any]) -> None:
         if given.get("finish_reason") is not None:
             choice.finish_reason = given["finish_reason"]
             choice.stop_reason = given.get("stop_reason")
+        choice.prompt = _prompt(given.get("prompt_logprobs"))
         positions = _positions(given.get("logprobs"))
         if positions is not None:
             choice.logprobs = (choice.logprobs or []) + positions
@@ -200,6 +221,20 @@ def _take(answer: Answer, document: Mapping[str, Any]) -> None:
         prompt, completion, total = (usage[name] for name in names)
         answer.usage = prompt, completion, total
         answer.usage_with_text |= bool(document["choices"])
+
+
+def _prompt(told: Sequence[Mapping[str, Any] | None] | None) -> PromptLogprobs | None:
+    if told is None:
+        return None
+    return [
+        None
+        if row is None
+        else {
+            id_: Ranked(entry["logprob"], entry["rank"], entry["decoded_token"])
+            for id_, entry in row.items()
+        }
+        for row in told
+    ]
 
 
 def _positions(logprobs: Mapping[str, Any] | None) -> list[Position] | None:

@@ -6,11 +6,15 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
-from kvmesh.testing.differential.answers import Answer, Choice, Position
+from kvmesh.testing.differential.answers import Answer, Choice, Position, PromptLogprobs, Ranked
 from kvmesh.testing.differential.asks import Ask
 
 LOGPROB_TOLERANCE = 1e-2
 """Two engines add the same numbers in another order; float32 leaves less than this."""
+
+
+RANK_TOLERANCE = 0.02
+"""Share of a rank: so near to each other are tokens that nothing but noise puts in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,8 @@ class Difference:
     """Something that is not the same in our answer and in theirs.
 
     `what` names it: `status 400|200`, `error`, `choices`, `text`, `finish_reason`,
-    `stop_reason`, `usage`, `usage_with_text`, `logprobs`, `bytes`, `offsets`, `labels`,
-    `done` or `document`.
+    `stop_reason`, `usage`, `usage_with_text`, `logprobs`, `bytes`, `offsets`, `prompt`,
+    `prompt_text`, `labels`, `done` or `document`.
     """
 
     ask: Ask
@@ -95,6 +99,7 @@ def differences(ask: Ask, ours: Answer, theirs: Answer) -> Iterator[Difference]:
         one, other = getattr(ours, what), getattr(theirs, what)
         if one != other:
             yield Difference(ask, what, one, other)
+    yield from _prompt(ask, ours.prompt, theirs.prompt)
     if ours.choices.keys() != theirs.choices.keys():
         yield Difference(ask, "choices", sorted(ours.choices), sorted(theirs.choices))
         return
@@ -107,6 +112,7 @@ def _choice(ask: Ask, ours: Choice, theirs: Choice) -> Iterator[Difference]:
         one, other = getattr(ours, what), getattr(theirs, what)
         if one != other:
             yield Difference(ask, what, one, other)
+    yield from _prompt(ask, ours.prompt, theirs.prompt)
     if ours.logprobs is None or theirs.logprobs is None:
         if ours.logprobs != theirs.logprobs:
             yield Difference(ask, "logprobs", ours.logprobs, theirs.logprobs)
@@ -123,6 +129,49 @@ def _choice(ask: Ask, ours: Choice, theirs: Choice) -> Iterator[Difference]:
         other = [getattr(their, name) for _, their in pairs]
         if one != other:
             yield Difference(ask, what, one, other)
+
+
+def _prompt(
+    ask: Ask, ours: PromptLogprobs | None, theirs: PromptLogprobs | None
+) -> Iterator[Difference]:
+    """Compare what is told of a prompt: `prompt`, and as what text `prompt_text`."""
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        if ours != theirs:
+            yield Difference(ask, "prompt", ours, theirs)
+        return
+    texts: list[tuple[Ranked, Ranked]] = []
+    for mine, their in zip(ours, theirs, strict=True):
+        if mine is None or their is None:
+            if mine is not their:
+                yield Difference(ask, "prompt", mine, their)
+            continue
+        if not _told_alike(mine, their):
+            yield Difference(ask, "prompt", mine, their)
+            return
+        texts += [(mine[id_], their[id_]) for id_ in mine.keys() & their.keys()]
+    unlike = next(((a.text, b.text) for a, b in texts if a.text != b.text), None)
+    if unlike is not None:
+        yield Difference(ask, "prompt_text", *unlike)
+
+
+def _told_alike(ours: dict[str, Ranked], theirs: dict[str, Ranked]) -> bool:
+    """Return whether two rows say the same; the prompt's own token is the first in each."""
+    if len(ours) != len(theirs) or next(iter(ours)) != next(iter(theirs)):
+        return False
+    last = min(each.logprob for each in (*ours.values(), *theirs.values()))
+    for id_ in ours.keys() | theirs.keys():
+        one, other = ours.get(id_), theirs.get(id_)
+        if not _near(one.logprob if one else last, other.logprob if other else last):
+            return False
+        if one and other and not _as_high(one.rank, other.rank):
+            return False
+    return True
+
+
+def _as_high(ours: int | None, theirs: int | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return abs(ours - theirs) <= 1 + RANK_TOLERANCE * max(ours, theirs)
 
 
 def _tokens(choice: Choice) -> list[str]:

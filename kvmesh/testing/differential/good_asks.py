@@ -19,6 +19,7 @@ from kvmesh.testing.differential.asks import (
     Body,
     Said,
 )
+from kvmesh.testing.differential.word_asks import bad_words, chat_bad_words
 
 
 def good_asks(model: str, said: Mapping[str, Said], rng: random.Random) -> list[Ask]:
@@ -36,7 +37,11 @@ def good_asks(model: str, said: Mapping[str, Said], rng: random.Random) -> list[
         ("many-chat", CHAT, _many_chat()),
         ("logprobs", COMPLETIONS, _logprobs()),
         ("logprobs-chat", CHAT, _chat_logprobs()),
+        ("prompt", COMPLETIONS, _prompt_logprobs()),
+        ("prompt-chat", CHAT, _chat_prompt_logprobs()),
         ("sampling", COMPLETIONS, _sampling(said)),
+        ("words", COMPLETIONS, bad_words(said)),
+        ("words-chat", CHAT, chat_bad_words()),
         ("template", CHAT, _templates()),
         ("stream", COMPLETIONS, _streams()),
         ("stream-chat", CHAT, _chat_streams()),
@@ -253,6 +258,32 @@ def _chat_logprobs() -> Iterator[tuple[str, Body]]:
     yield "bytes", {**fields, "messages": CONVERSATIONS[3], "top_logprobs": 1, "max_tokens": 16}
     yield "off", {**fields, "logprobs": False}
     yield "tokens-as-ids", {**fields, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+
+
+def _prompt_logprobs() -> Iterator[tuple[str, Body]]:
+    fields: Body = {"prompt": PROMPTS[0], "max_tokens": 2}
+    for count in (0, 1, 5):
+        yield f"{count}", {**fields, "prompt_logprobs": count}
+    yield "bytes", {**fields, "prompt": PROMPTS[3], "prompt_logprobs": 2}
+    yield "special", {**fields, "prompt": PROMPTS[12], "prompt_logprobs": 1}
+    yield "long", {**fields, "prompt": PROMPTS[13], "prompt_logprobs": 1}
+    yield "one-token", {**fields, "prompt": [1], "prompt_logprobs": 2}
+    truncated = {"prompt": PROMPTS[13], "truncate_prompt_tokens": 12}
+    yield "truncated", {**fields, **truncated, "prompt_logprobs": 1}
+    top = {"temperature": 1.0, "top_k": 1, "n": 2}
+    yield "n", {**fields, "prompt": [PROMPTS[0], PROMPTS[4]], "prompt_logprobs": 1, **top}
+    yield "logprobs", {**fields, "prompt_logprobs": 1, "logprobs": 3}
+    yield "echo", {**fields, "prompt_logprobs": 1, "echo": True}
+    yield "echo-alone", {**fields, "prompt_logprobs": 1, "echo": True, "max_tokens": 0}
+    named = {"prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    yield "tokens-as-ids", {**fields, **named}
+
+
+def _chat_prompt_logprobs() -> Iterator[tuple[str, Body]]:
+    fields: Body = {"messages": CONVERSATIONS[1], "max_tokens": 2}
+    yield "2", {**fields, "prompt_logprobs": 2}
+    yield "logprobs", {**fields, "prompt_logprobs": 0, "logprobs": True, "top_logprobs": 1}
+    yield "n", {**fields, "prompt_logprobs": 1, "temperature": 1.0, "top_k": 1, "n": 2}
 
 
 def _sampling(said: Mapping[str, Said]) -> Iterator[tuple[str, Body]]:

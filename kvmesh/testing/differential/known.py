@@ -42,7 +42,7 @@ KNOWN = (
     Known("Several greedy answers", ("many/n-greedy", "many-chat/n-greedy"), ("status 200|400",)),
     Known(
         "Usage of a prompt that is only echoed",
-        ("many/echo-only", "logprobs/echo-only"),
+        ("many/echo-only", "logprobs/echo-only", "prompt/echo-alone"),
         ("usage",),
         lambda ours, theirs: theirs[1] == 1 and ours == (theirs[0], 0, theirs[0]),
     ),
@@ -63,18 +63,26 @@ KNOWN = (
         ("logprobs",),
         _one_less,
     ),
+    Known("Log probabilities of parts of characters", ("prompt/bytes",), ("prompt_text",)),
+    Known(
+        "Log probabilities of a prompt",
+        ("logprobs/echo", "logprobs/echo-only", "template/go-on-echo"),
+        ("prompt",),
+        lambda ours, theirs: ours is None,
+    ),
     Known("Offsets of tokens that are named by id", ("logprobs/tokens-as-ids",), ("offsets",)),
     Known("Numbers are numbers", ("bad/temperature-number-in-text",), _REFUSED),
     Known("Numbers are numbers", ("bad/max-tokens-whole-float", "bad/max-tokens-true"), _REFUSED),
     Known("Values out of range", ("bad/bias-out-of-range",), _REFUSED),
     Known("The model has to be named", ("bad/no-model", "bad/model-empty"), _REFUSED),
-    Known("Nothing is ignored", ("bad/unknown-field", "bad/best-of"), _REFUSED),
+    Known(
+        "Nothing is ignored",
+        ("bad/unknown-field", "bad/best-of", "bad/prompt-logprobs-none-streamed"),
+        _REFUSED,
+    ),
     Known(
         "Fields of vLLM that the mesh does not have",
-        (
-            *("bad/beam-search", "bad/bad-words", "bad/prompt-logprobs"),
-            *("bad/response-format-json", "tokenize/strings"),
-        ),
+        (*("bad/beam-search", "bad/response-format-json", "tokenize/strings"),),
         _REFUSED,
     ),
     Known(

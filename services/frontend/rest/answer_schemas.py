@@ -30,16 +30,18 @@ def _or_null(schema: Any) -> dict[str, Any]:
     return {"anyOf": [schema, _NULL]}
 
 
-def _answer(choice: Any, kind: str, *, chunk: bool) -> dict[str, Any]:
+def _answer(choice: Any, kind: str, *, chunk: bool, **more: Any) -> dict[str, Any]:
+    """Return an answer; `more` fields are there only at times."""
     usage = _or_null(_ref("Usage")) if chunk else _ref("Usage")
     return _object(
-        ("usage",) if chunk else (),
+        ("usage", *more) if chunk else (*more,),
         id=_STRING,
         object={"const": kind},
         created={**_INTEGER, "description": "Unix seconds."},
         model=_STRING,
         choices=_array(choice),
         usage=usage,
+        **more,
     )
 
 
@@ -98,6 +100,18 @@ ANSWERS: dict[str, Any] = {
         ),
         text_offset=_array(_INTEGER),
     ),
+    "PromptLogprobs": {
+        "description": "One entry for each token of the prompt, null for the first. By token id: "
+        "the prompt's own token, and the likeliest ones.",
+        **_array(
+            {
+                "type": ["object", "null"],
+                "additionalProperties": _object(
+                    logprob=_NUMBER, rank={"type": ["integer", "null"]}, decoded_token=_STRING
+                ),
+            }
+        ),
+    },
     "ChatCompletion": _answer(
         _object(
             index=_INTEGER,
@@ -108,6 +122,7 @@ ANSWERS: dict[str, Any] = {
         ),
         "chat.completion",
         chunk=False,
+        prompt_logprobs=_ref("PromptLogprobs"),
     ),
     "ChatCompletionChunk": _answer(
         _object(
@@ -122,7 +137,13 @@ ANSWERS: dict[str, Any] = {
         chunk=True,
     ),
     "Completion": _answer(
-        _object(**_TEXT_CHOICE, finish_reason=_FINISH, stop_reason=_STOP),
+        _object(
+            ("prompt_logprobs",),
+            **_TEXT_CHOICE,
+            finish_reason=_FINISH,
+            stop_reason=_STOP,
+            prompt_logprobs=_ref("PromptLogprobs"),
+        ),
         "text_completion",
         chunk=False,
     ),

@@ -6,13 +6,16 @@ import orjson
 
 from kvmesh.types import Completion, FinishReason, TextLogprob, Usage
 from services.frontend.answer import Piece
-from services.frontend.rest.logprobs import chat_logprobs, text_logprobs
+from services.frontend.rest.logprobs import chat_logprobs, prompt_logprobs, text_logprobs
 from services.frontend.rest.schemas import Call
 from services.frontend.usage import total_usage
 
 
 class Chat:
-    """Shapes of `/v1/chat/completions`. Chunks' parts want the choice's index."""
+    """Shapes of `/v1/chat/completions`. Chunks' parts want the choice's index.
+
+    `prompt_with_choice`: a prompt's log probabilities are in its choices, not beside them.
+    """
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
@@ -23,6 +26,7 @@ class Chat:
     before_logprobs = b'},"logprobs":'
     closing = b'{"index":%d,"delta":{},"finish_reason":"%s","stop_reason":%s}'
     logprobs = staticmethod(chat_logprobs)
+    prompt_with_choice = False
 
     @staticmethod
     def choice(index: int, text: str, logprobs: Any) -> dict[str, Any]:
@@ -43,6 +47,7 @@ class Text:
     before_logprobs = b',"logprobs":'
     closing = b'{"index":%d,"text":"","logprobs":null,"finish_reason":"%s","stop_reason":%s}'
     logprobs = staticmethod(text_logprobs)
+    prompt_with_choice = True
 
     @staticmethod
     def choice(index: int, text: str, logprobs: Any) -> dict[str, Any]:
@@ -63,12 +68,15 @@ class Whole:
         choices = range(call.request.choices)
         self._texts: list[list[str]] = [[] for _ in choices]
         self._logprobs: list[list[TextLogprob]] = [[] for _ in choices]
+        self._prompts: dict[int, tuple[TextLogprob, ...]] = {}
         self._completions: dict[int, Completion] = {}
 
     def add(self, piece: Piece) -> None:
         """Take the next piece of a choice."""
         self._texts[piece.index].append(piece.text)
         self._logprobs[piece.index].extend(piece.logprobs)
+        if piece.prompt_logprobs:
+            self._prompts[piece.index] = piece.prompt_logprobs
         if piece.completion is not None:
             self._completions[piece.index] = piece.completion
 
@@ -83,6 +91,7 @@ class Whole:
                 "model": request.model,
                 "choices": [self._choice(index) for index in range(request.choices)],
                 "usage": usage_object(total_usage(request, self._completions)),
+                **(self._prompt(0) if not self._shape.prompt_with_choice else {}),
             }
         )
 
@@ -97,7 +106,13 @@ class Whole:
             **self._shape.choice(index, text, logprobs),
             "finish_reason": finish_of(completion),
             "stop_reason": completion.stop,
+            **(self._prompt(index) if self._shape.prompt_with_choice else {}),
         }
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        """Return what is told of the prompt of a choice: it came with the prompt's first."""
+        entries = self._prompts.get(index - index % self._call.request.n)
+        return {"prompt_logprobs": prompt_logprobs(entries)} if entries else {}
 
 
 def finish_of(completion: Completion) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.errors import InvalidRequestError
-from kvmesh.types import SAMPLING_RANGES
+from kvmesh.sampling import SAMPLING_RANGES
 
 Object = Mapping[str, Any]
 
@@ -167,6 +167,12 @@ STRINGS = Kind(
     "a string or an array of strings",
     lambda v: isinstance(v, str) or is_list_of(v, str),
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+)
+
+WORDS = Kind(
+    "an array of strings",
+    lambda v: is_list_of(v, str),
+    {"type": "array", "items": {"type": "string", "minLength": 1}},
 )
 
 CONTENT = Kind(

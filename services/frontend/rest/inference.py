@@ -11,6 +11,8 @@ from kvmesh.errors import MeshError
 from kvmesh.host.process import Process
 from kvmesh.types import TokenPrompt
 from services.frontend.config import FrontendConfig
+from services.frontend.explanation import Explanation
+from services.frontend.keys import Keys
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.pipeline import Pipeline
 from services.frontend.request import caller_id, check_limits, session_key
@@ -18,6 +20,7 @@ from services.frontend.rest.answers import Chat, Shape, Text, Whole
 from services.frontend.rest.asgi import Exchange, Handler, while_connected
 from services.frontend.rest.body import Body, parse
 from services.frontend.rest.errors import Headers, HttpError
+from services.frontend.rest.explaining import explaining, tell
 from services.frontend.rest.schemas import (
     Arrival,
     Call,
@@ -62,6 +65,7 @@ class InferenceRoutes:
         self._metrics = metrics
         self._process = process
         self._limits = config.limits
+        self._keys = Keys(config.http.api_keys)
         self._max_body = config.http.max_body_mib * 1024 * 1024
         self.routes: dict[str, Handler] = {
             "/v1/chat/completions": self._route(parse_chat, partial(self._generate, shape=Chat)),
@@ -100,20 +104,27 @@ class InferenceRoutes:
 
     async def _generate(self, exchange: Exchange, call: Call, *, shape: Shape) -> None:
         created = int(self._process.clock.wall())
-        if call.stream:
-            await self._stream(exchange, call, Chunks(shape, call, created))
-            return
-        answer = Whole(shape, call, created)
-        async with aclosing(self._pipeline.generate(call.request)) as pieces:
-            async for piece in pieces:
-                answer.add(piece)
-        await exchange.respond(200, answer.body())
+        with explaining(exchange, call.request, allowed=self._limits.explain) as explanation:
+            if call.stream:
+                await self._stream(exchange, call, Chunks(shape, call, created), explanation)
+                return
+            answer = Whole(shape, call, created)
+            async with aclosing(self._pipeline.generate(call.request, explanation)) as pieces:
+                async for piece in pieces:
+                    answer.add(piece)
+            if explanation is not None:
+                tell(exchange, explanation, explanation.first())
+            await exchange.respond(200, answer.body())
 
-    async def _stream(self, exchange: Exchange, call: Call, chunks: Chunks) -> None:
-        async with aclosing(self._pipeline.generate(call.request)) as pieces:
+    async def _stream(
+        self, exchange: Exchange, call: Call, chunks: Chunks, explanation: Explanation | None
+    ) -> None:
+        async with aclosing(self._pipeline.generate(call.request, explanation)) as pieces:
             async for piece in pieces:
                 events = chunks.of(piece)
                 if not exchange.started:
+                    if explanation is not None:
+                        tell(exchange, explanation, piece.index)
                     # Not before: until here a failure gets a status of its own.
                     await exchange.start(200, _EVENT_STREAM)
                 if chunks.complete:
@@ -161,4 +172,5 @@ class InferenceRoutes:
             traceparent=exchange.traceparent,
             caller_id=caller_id(exchange.header(REQUEST_ID)),
             session=session_key(exchange.header(b"x-kvmesh-session")),
+            fair_key=self._keys.fair_key(exchange.headers_named(b"authorization")),
         )

@@ -31,6 +31,29 @@ def text_logprobs(entries: Sequence[TextLogprob], *, as_ids: bool) -> dict[str, 
     }
 
 
+def prompt_logprobs(entries: Sequence[TextLogprob]) -> list[dict[str, Any] | None]:
+    """Return the `prompt_logprobs` of a prompt: null for its first token, which nothing predicts.
+
+    For each other token an object by id: the token itself, and the likeliest ones.
+    """
+    return [None if entry.token.logprob is None else _by_id(entry) for entry in entries]
+
+
+def _by_id(entry: TextLogprob) -> dict[str, Any]:
+    found = {str(entry.token.token_id): _ranked(entry.token, entry.rank)}
+    for place, score in enumerate(entry.top, 1):
+        found[str(score.token_id)] = _ranked(score, place)
+    return found
+
+
+def _ranked(score: TokenScore, rank: int) -> dict[str, Any]:
+    return {
+        "logprob": _number(score),
+        "rank": rank or None,
+        "decoded_token": _name(score, as_ids=False),
+    }
+
+
 def _scored(score: TokenScore, *, as_ids: bool) -> dict[str, Any]:
     return {
         "token": _name(score, as_ids=as_ids),

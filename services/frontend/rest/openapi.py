@@ -7,6 +7,7 @@ from typing import Any
 from kvmesh.rpc.status import TABLE
 from services.frontend.rest.answer_schemas import ANSWERS, ERROR
 from services.frontend.rest.errors import code_of
+from services.frontend.rest.explaining import ASK, HEADERS, PREFIX
 from services.frontend.rest.fields import table
 from services.frontend.rest.request_fields import (
     CHAT,
@@ -39,6 +40,7 @@ class _Route:
     body: str = ""
     fails: tuple[int, ...] = (401,)
     open: bool = False
+    explained: bool = False
 
 
 _FAILS = tuple(sorted({row.http for row in TABLE.values()} | _HTTP_ERRORS.keys()))
@@ -101,6 +103,7 @@ _ROUTES = (
         },
         "ChatCompletionRequest",
         _FAILS,
+        explained=True,
     ),
     _Route(
         "post",
@@ -109,6 +112,7 @@ _ROUTES = (
         {_JSON: _ref("Completion"), "text/event-stream": _events("CompletionChunk")},
         "CompletionRequest",
         _FAILS,
+        explained=True,
     ),
     _Route(
         "post",
@@ -153,7 +157,7 @@ _ROUTES = (
 
 
 def _operation(route: _Route) -> dict[str, Any]:
-    answer = {
+    answer: dict[str, Any] = {
         "description": "The answer.",
         "content": {kind: {"schema": schema} for kind, schema in route.answers.items()},
     }
@@ -166,6 +170,9 @@ def _operation(route: _Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": content}
         operation["parameters"] = [_REQUEST_ID, _TRACEPARENT]
         answer["headers"] = {"x-request-id": {"schema": {"type": "string"}}}
+    if route.explained:
+        operation["parameters"].append(_EXPLAIN)
+        answer["headers"] |= _EXPLAINED
     if "{model}" in route.path:
         operation["parameters"] = [
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -187,6 +194,20 @@ _TRACEPARENT = {
     "in": "header",
     "description": "Trace context of W3C; spans of this request go below it.",
     "schema": {"type": "string"},
+}
+
+
+_EXPLAIN = {
+    "name": ASK.decode(),
+    "in": "header",
+    "description": "1: the response has the headers x-kvmesh-* that tell which workers answer, "
+    "and why; streamed, before the first event.",
+    "schema": {"type": "string"},
+}
+
+_EXPLAINED: Mapping[str, Any] = {
+    PREFIX + name: {"description": f"Where asked for: {text}", "schema": {"type": "string"}}
+    for name, text in HEADERS.items()
 }
 
 

@@ -15,6 +15,7 @@ from services.frontend.rest.fields import (
     STRING,
     STRINGS,
     TOKEN_IDS,
+    WORDS,
     Field,
     one_of,
 )
@@ -73,6 +74,7 @@ _SAMPLING = (
         "The only tokens that may be sampled.",
         limits={"minItems": 1},
     ),
+    Field("bad_words", WORDS, "Words that answers do not have, bare or behind a space."),
     Field("stop", STRINGS, "Texts that end the answer; it does not have them."),
     Field("stop_token_ids", TOKEN_IDS, "Tokens that end the answer."),
     Field("include_stop_str_in_output", BOOLEAN, "The answer keeps the stop text.", False),
@@ -96,6 +98,12 @@ _COMMON = (
     _MODEL,
     *_SAMPLING,
     Field("stream", BOOLEAN, "Answer with server-sent events.", False),
+    Field(
+        "prompt_logprobs",
+        INTEGER,
+        "Return log probabilities of the prompt's tokens, and those of so many likeliest; "
+        "not with stream.",
+    ),
     Field("stream_options", OBJECT, "Only with stream.", inner=_STREAM_OPTIONS),
     Field(
         "return_tokens_as_token_ids",

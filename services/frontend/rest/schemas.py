@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.errors import InvalidRequestError
-from kvmesh.types import MAX_LOGIT_BIASES, Prompt, Sampling, TextPrompt, TokenPrompt
+from kvmesh.sampling import MAX_LOGIT_BIASES
+from kvmesh.types import Prompt, Sampling, TextPrompt, TokenPrompt
 from services.frontend.config import LimitsConfig
 from services.frontend.request import Request, caller_id, session_key
 from services.frontend.rest.body import Body
@@ -58,6 +59,7 @@ class Arrival:
     traceparent: str
     caller_id: str
     session: str = ""
+    fair_key: str = ""
 
 
 ParseBody = Callable[[Body, Arrival, LimitsConfig], Call]
@@ -149,11 +151,15 @@ def _call(
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         include_stop=values["include_stop_str_in_output"],
         keep_special=not values["skip_special_tokens"],
+        bad_words=tuple(values["bad_words"] or ()),
         priority=values["priority"],
         session=arrival.session or session_key(values["prompt_cache_key"] or ""),
+        fair_key=arrival.fair_key,
         traceparent=arrival.traceparent,
         caller_id=arrival.caller_id or values["request_id"] or "",
     )
+    if values["stream"] and values["prompt_logprobs"] is not None:
+        raise invalid("prompt_logprobs", "is not available with stream")
     options = values["stream_options"] or {}
     if options and not values["stream"]:
         raise invalid("stream_options", "is only allowed with stream")
@@ -203,6 +209,7 @@ def _sampling(
             ignore_eos=values["ignore_eos"],
             logit_bias=_biases(values["logit_bias"] or {}),
             logprobs=logprobs,
+            prompt_logprobs=values["prompt_logprobs"],
             allowed_token_ids=_token_ids(allowed or (), "allowed_token_ids"),
             **numbers,
         )
