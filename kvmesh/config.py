@@ -99,6 +99,22 @@ def load_or_exit(
         raise SystemExit(2) from None
 
 
+def override(base: T, document: str, source: str) -> T:
+    """Return `base` with what a TOML document sets. Raises ConfigError as `load` does."""
+    leaves = tuple(_leaves(type(base), base=base))
+    found = {leaf.path: leaf.default for leaf in leaves}
+    changed: T = _build(type(base), found | _from_document(leaves, document, source, ()))
+    return changed
+
+
+def parse_setting(cls: type, key: str, text: str, source: str) -> object:
+    """Return what `text` means for one setting of a dataclass. Raises ConfigError."""
+    for leaf in _leaves(cls):
+        if leaf.key == key:
+            return leaf.parse(text, source)
+    raise ConfigError(f"{key}: unknown key (from {source})")
+
+
 def environment() -> dict[str, str]:
     """Return a copy of the process's environment as it is now."""
     return dict(os.environ)  # noqa: TID251 - this is where the ban leads
@@ -296,11 +312,19 @@ def _from_file(
     leaves: Sequence[_Leaf], path: Path, foreign: Collection[str]
 ) -> dict[tuple[str, ...], object]:
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"config file {path}: {error}") from error
+    return _from_document(leaves, text, f"file {path}", foreign)
+
+
+def _from_document(
+    leaves: Sequence[_Leaf], text: str, source: str, foreign: Collection[str]
+) -> dict[tuple[str, ...], object]:
+    try:
+        document = tomllib.loads(text)
     except ValueError as error:
-        raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
+        raise ConfigError(f"{source}: not valid TOML: {error}") from error
     known = {leaf.path: leaf for leaf in leaves}
     tables = {leaf.path[:depth] for leaf in leaves for depth in range(1, len(leaf.path))}
     found: dict[tuple[str, ...], object] = {}
@@ -309,12 +333,12 @@ def _from_file(
         for name, value in table.items():
             here = (*at, name)
             if here in known:
-                found[here] = known[here].accept(value, f"file {path}")
+                found[here] = known[here].accept(value, source)
             elif here in tables and isinstance(value, dict):
                 visit(value, here)
             elif at or name not in foreign:
                 shown = "a table" if isinstance(value, dict) else repr(value)
-                raise ConfigError(f"{'.'.join(here)}: unknown key, set to {shown} (from {path})")
+                raise ConfigError(f"{'.'.join(here)}: unknown key, set to {shown} (from {source})")
 
     visit(document, ())
     return found

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from kvmesh.cli.console import complain
 from kvmesh.errors import MeshError
 
-_COMMANDS = ("up", "down", "status", "chat", "model", "serve", "health", "version")
+_COMMANDS = ("up", "down", "status", "chat", "model", "router", "serve", "health", "version")
 
 
 class _Commands(TyperGroup):

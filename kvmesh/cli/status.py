@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvmesh.cli.console import StateDir, err, out, subcommand
-from kvmesh.cli.plan import DiscoveryChoice
 from kvmesh.cli.procs import Running
 from kvmesh.cli.settings import own_config
 from kvmesh.cli.state import ClusterState
 from kvmesh.cli.state import StateDir as State
-from kvmesh.cli.survey import Seen, survey
+from kvmesh.cli.survey import CONSUL_AGENT, ConsulAgent, Registry, Seen, found_in, survey
 from kvmesh.cli.view import STATE_STYLES
 
 app = subcommand()
@@ -31,18 +30,13 @@ _NARROW = 7
 def status(
     state_dir: StateDir,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    discovery: Annotated[
-        DiscoveryChoice | None,
-        typer.Option(help="Look into this registry; else where the local cluster is."),
-    ] = None,
-    consul_addr: Annotated[
-        str, typer.Option(help="HTTP address of the Consul agent.")
-    ] = "127.0.0.1:8500",
+    discovery: Registry = None,
+    consul_addr: ConsulAgent = CONSUL_AGENT,
 ) -> None:
     """Show every process of a cluster; the exit code is 1 when nothing runs."""
     state = State(state_dir)
     cluster = state.read()
-    found_by = _discovery(state, cluster, discovery, consul_addr)
+    found_by = found_in(state, cluster, discovery, consul_addr)
     started = cluster.processes if cluster else ()
     seen = asyncio.run(survey(own_config(found_by), started))
     gone = [process for process in started if not process.is_alive()]
@@ -52,16 +46,6 @@ def status(
     else:
         _print(cluster, seen, gone)
     raise typer.Exit(0 if seen else 1)
-
-
-def _discovery(
-    state: State, cluster: ClusterState | None, choice: DiscoveryChoice | None, consul_addr: str
-) -> dict[str, str]:
-    if choice is DiscoveryChoice.CONSUL:
-        return {"kind": choice.value, "consul_address": consul_addr}
-    if choice is None and cluster is not None:
-        return cluster.discovery
-    return {"kind": DiscoveryChoice.LOCAL.value, "directory": str(state.members)}
 
 
 def _document(

@@ -5,18 +5,32 @@ import random
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvmesh.cli.console import CommandError
+from kvmesh.cli.plan import DiscoveryChoice
 from kvmesh.cli.procs import Running
 from kvmesh.cli.settings import OwnConfig
+from kvmesh.cli.state import ClusterState, StateDir
 from kvmesh.clock import SystemClock
 from kvmesh.discovery import DiscoveryConfig, create
 from kvmesh.errors import MeshError
-from kvmesh.rpc.clients import watch_worker
 from kvmesh.rpc.config import RpcConfig
 from kvmesh.rpc.peer import Peer
+from kvmesh.rpc.workers import watch_worker
 from kvmesh.types import Load, Member, Role, State, Worker
+
+CONSUL_AGENT = "127.0.0.1:8500"
+"""Where a Consul agent is by default."""
+
+Registry = Annotated[
+    DiscoveryChoice | None,
+    typer.Option(help="Look into this registry; else where the local cluster is."),
+]
+
+ConsulAgent = Annotated[str, typer.Option(help="HTTP address of the Consul agent.")]
 
 _REGISTRY_SECONDS = 5.0
 _WORKER_SECONDS = 3.0
@@ -43,6 +57,17 @@ class Seen:
         }
 
 
+def found_in(
+    state: StateDir, cluster: ClusterState | None, choice: DiscoveryChoice | None, consul_addr: str
+) -> dict[str, str]:
+    """Return the discovery settings of the registry to look into."""
+    if choice is DiscoveryChoice.CONSUL:
+        return {"kind": choice.value, "consul_address": consul_addr}
+    if choice is None and cluster is not None:
+        return cluster.discovery
+    return {"kind": DiscoveryChoice.LOCAL.value, "directory": str(state.members)}
+
+
 async def members_of(config: DiscoveryConfig) -> tuple[Member, ...]:
     """Return the membership now. Raises CommandError if the registry doesn't answer."""
     try:
@@ -63,7 +88,7 @@ async def survey(own: OwnConfig, started: Sequence[Running]) -> list[Seen]:
     Raises CommandError if the registry doesn't answer.
     """
     members = await members_of(own.discovery)
-    names = {(process.role, process.pid): process.name for process in started}
+    names = names_of(members, started)
     known = {(member.role, member.pid) for member in members}
     starting = [
         Member(process.name, process.role, "", "", State.STARTING, pid=process.pid)
@@ -72,11 +97,17 @@ async def survey(own: OwnConfig, started: Sequence[Running]) -> list[Seen]:
     ]
     loads = await asyncio.gather(*(_load(member, own.rpc) for member in members))
     seen = [
-        Seen(names.get((member.role, member.pid), member.id), member, load)
+        Seen(names.get(member.id, member.id), member, load)
         for member, load in zip(members, loads, strict=True)
     ]
     seen += [Seen(member.id, member) for member in starting]
     return sorted(seen, key=lambda item: (_ORDER.index(item.member.role), item.name))
+
+
+def names_of(members: Sequence[Member], started: Sequence[Running]) -> dict[str, str]:
+    """Return what members that have been started here are called here, by id."""
+    names = {(process.role, process.pid): process.name for process in started}
+    return {m.id: names[m.role, m.pid] for m in members if (m.role, m.pid) in names}
 
 
 async def _load(member: Member, config: RpcConfig) -> Load | None:

@@ -21,6 +21,7 @@ from kvmesh.discovery.consul_client import ConsulClient
 from kvmesh.discovery.consul_index import Cursor, Pace, Roster, backoff
 from kvmesh.discovery.consul_registration import BEATS_PER_TTL, ConsulRegistration
 from kvmesh.discovery.consul_service import from_services, to_service
+from kvmesh.discovery.consul_text import ConsulText
 from kvmesh.discovery.entry import Entry, newest
 from kvmesh.errors import UnavailableError
 from kvmesh.types import Member, Role
@@ -99,6 +100,11 @@ class ConsulDiscovery:
             for follower in followers:
                 follower.cancel()
             await asyncio.wait(followers)
+
+    def shared(self, name: str) -> ConsulText:
+        """Return the value of the key `<prefix>/<name>`."""
+        key = f"{self._config.consul_prefix}/{name}"
+        return ConsulText(self._client, key, self._clock, self._rng, self._pace)
 
     async def _follow(
         self, role: Role, rosters: dict[Role, Roster], changed: asyncio.Event

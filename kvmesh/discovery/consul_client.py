@@ -39,7 +39,7 @@ class ConsulClient:
 
     def __init__(self, config: DiscoveryConfig) -> None:
         host, port = split_address(config.consul_address)
-        self._address = config.consul_address
+        self.address = config.consul_address
         self._http = _Transport(host, port, "https" if config.consul_tls else "http")
         self._tls = _tls_context(config) if config.consul_tls else None
         self._consul = _Consul(self._http)
@@ -99,8 +99,30 @@ class ConsulClient:
                 service, index=index, wait=f"{wait_seconds}s"
             )
         if not isinstance(found, list):
-            raise UnavailableError(f"Consul at {self._address}: not a list of services")
+            raise UnavailableError(f"Consul at {self.address}: not a list of services")
         return header, found
+
+    async def value(self, key: str, index: int, wait_seconds: int) -> tuple[str, str | None, str]:
+        """Return index, value and version of a key; without the key, None and "0".
+
+        With an index above 0 the answer comes as that of `instances` does.
+        """
+        with self._errors():
+            header, found = await self._consul.kv.get(key, index=index, wait=f"{wait_seconds}s")
+        if found is None:
+            return header, None, "0"
+        text = (found["Value"] or b"").decode("utf-8", "replace")
+        return header, text, str(found["ModifyIndex"])
+
+    async def set_value(self, key: str, text: str, version: str) -> bool:
+        """Set a key that is of that version still; False, and nothing done, if it isn't."""
+        with self._errors():
+            return bool(await self._consul.kv.put(key, text.encode(), cas=version))
+
+    async def delete_value(self, key: str, version: str) -> bool:
+        """Delete a key that is of that version still; False, and nothing done, if it isn't."""
+        with self._errors():
+            return bool(await self._consul.kv.delete(key, cas=version))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -109,7 +131,7 @@ class ConsulClient:
         except (httpx.HTTPError, OSError, ConsulException) as error:
             # OSError: a TLS alert that comes after the handshake is passed on as it is.
             detail = str(error) or type(error).__name__
-            raise UnavailableError(f"Consul at {self._address}: {detail}") from error
+            raise UnavailableError(f"Consul at {self.address}: {detail}") from error
 
 
 class _Consul(base.Consul):  # type: ignore[misc]
@@ -125,7 +147,7 @@ class _Consul(base.Consul):  # type: ignore[misc]
 
 
 class _Transport(base.HTTPClient):  # type: ignore[misc]
-    """py-consul's idea of an HTTP client: `get` and `put` return awaitables."""
+    """py-consul's idea of an HTTP client: its calls return awaitables."""
 
     def __init__(self, host: str, port: int, scheme: str) -> None:
         super().__init__(f"[{host}]" if ":" in host else host, port, scheme)
@@ -171,8 +193,11 @@ class _Transport(base.HTTPClient):  # type: ignore[misc]
     def post(self, *_: object, **__: object) -> Any:
         raise NotImplementedError("discovery posts nothing")
 
-    def delete(self, *_: object, **__: object) -> Any:
-        raise NotImplementedError("discovery deletes nothing")
+    async def delete(
+        self, callback: Callable[[Any], T], path: str, params: _Params, headers: _Headers
+    ) -> T:
+        request = httpx.Request("DELETE", self.uri(path, params), headers=headers)
+        return await self._send(callback, request, REQUEST_SECONDS)
 
     async def _send(
         self, callback: Callable[[Any], T], request: httpx.Request, seconds: float

@@ -19,6 +19,7 @@ from kvmesh.clock import Clock
 from kvmesh.discovery.base import Registration
 from kvmesh.discovery.entry import Entry, from_text, newest, to_text
 from kvmesh.discovery.filelock import LockedFile, owner_is_dead
+from kvmesh.discovery.text_file import FileText
 from kvmesh.errors import UnavailableError
 from kvmesh.types import Member, State
 
@@ -77,6 +78,10 @@ class LocalDiscovery:
                 await asyncio.sleep(self._look_seconds)
         finally:
             reader.close()
+
+    def shared(self, name: str) -> FileText:
+        """Return the content of `<name>.toml` in the directory."""
+        return FileText(self._directory / f"{name}.toml")
 
 
 class _LocalRegistration:

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from kvmesh.discovery.base import Registration
+from kvmesh.discovery.base import Registration, Stored
 from kvmesh.discovery.entry import from_text, split_address
+from kvmesh.errors import UnavailableError
 from kvmesh.types import Member, State
 
 
@@ -30,6 +31,10 @@ class StaticDiscovery:
         yield self._members
         await asyncio.Event().wait()
 
+    def shared(self, name: str) -> "_NoText":
+        """Return a text that is not there, ever."""
+        return _NoText()
+
 
 def parse_member(item: str) -> Member:
     """Read `role=host:port[;field=value...]`, e.g. `decode=10.0.0.7:7001;model=smol`.
@@ -51,6 +56,20 @@ def parse_member(item: str) -> Member:
             raise ValueError(f"{part!r} is not field=value")
         text[name] = value
     return from_text(text).member
+
+
+class _NoText:
+    where = "static discovery"
+
+    async def watch(self) -> AsyncIterator[str | None]:
+        yield None
+        await asyncio.Event().wait()
+
+    async def read(self) -> Stored:
+        return Stored(None, "")
+
+    async def write(self, text: str | None, version: str) -> bool:
+        raise UnavailableError("static discovery has no place for shared texts")
 
 
 class _NoRegistration:

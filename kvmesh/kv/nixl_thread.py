@@ -250,9 +250,8 @@ class AgentThread:
             self._waken(job, peer)
         except TransferError as error:
             peer.broken = True
-            if not job.held:  # else nothing is missing but the holder's hearing of it
-                self._fail(job, error)
-            self._finish(job)
+            # After it was seen to be open, nothing is missing but the holder's hearing of it.
+            self._finish(job, None if job.held else error)
 
     def _waken(self, job: Job, peer: _Peer) -> None:
         """Make a holder attentive that keeps a pull waiting. Transfers wait for messages too."""
@@ -262,22 +261,26 @@ class AgentThread:
             job.waited = self._clock.now()
             self._agent.send(peer.name, PING)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Job, error: TransferError | None = None) -> None:
         """Let go of a pull, and say how it ended."""
         peer = job.peer
         assert peer is not None
         self._release(job)
         self._pulling.remove(job)
         job.peer = None
-        self._in_loop(_resolve, job.outcome, job.held)
+        if peer.broken:
+            self._forget(peer)
+        if error is not None:
+            self._fail(job, error)
+        else:
+            self._in_loop(_resolve, job.outcome, job.held)
         self._settle(job)
         if job.held and not peer.broken:
             try:
                 self._agent.send(peer.name, pulled(job.number))
             except TransferError:
                 peer.broken = True
-        if peer.broken:
-            self._forget(peer)
+                self._forget(peer)
 
     def _abandon(self, job: Job) -> None:
         job.abandoned = True  # seen by `_advance` when the transfer has ended

@@ -116,6 +116,11 @@ class ConsulAgent:
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
             self._process = None
 
+    def signal(self, number: int) -> None:
+        """Send a signal to the agent, such as SIGSTOP and SIGCONT."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     async def get(self, path: str) -> Any:
         """Return the JSON that the HTTP API answers to a GET, e.g. of `/v1/agent/services`."""
         return await self._call("GET", path)

@@ -3,12 +3,15 @@
 Each answer says how much of its prompt had been cached. Now and then that is not what the
 router thought, since caches change while a request is on its way. A worker whose answers
 keep disagreeing hashes differently, has another block size than it says, or tells of
-events that do not happen: it is flagged, because routing by its cache is guesswork. Pure.
+events that do not happen: it is flagged, because routing by its cache is guesswork. What
+is compared is what the worker claims to have cached, whether or not the router counts it:
+so a worker whose cache is not counted any more can still come to agree. Pure.
 """
 
 import logging
 from collections import deque
 from collections.abc import Container
+from typing import NamedTuple
 
 from services.router.reservations import Life
 
@@ -27,6 +30,18 @@ TOLERANCE = 0.25
 """A difference up to this share of the greater figure is agreement."""
 
 
+class CacheClaim(NamedTuple):
+    """Tokens of a prompt that a worker should have cached: `stored` is what it told of,
+    `expected` has also what earlier requests may have left by the time this one starts.
+    """
+
+    stored: int
+    expected: int
+
+
+NO_CLAIM = CacheClaim(0, 0)
+
+
 class Audit:
     """The record of all workers. Also sums of expected and achieved cache hits, in tokens."""
 
@@ -43,17 +58,20 @@ class Audit:
         return life in self._flagged
 
     def answered(
-        self, life: Life, *, prompt_tokens: int, expected: int, cached: int, block_size: int
+        self, life: Life, *, prompt_tokens: int, claim: CacheClaim, cached: int, block_size: int
     ) -> None:
-        """Take what a worker had cached of a prompt, and what was expected of it."""
+        """Take what a worker had cached of a prompt, and what was to be expected of it."""
+        stored, expected = claim
         self.prompt_tokens += prompt_tokens
         self.expected_tokens += expected
         self.cached_tokens += cached
         greater = max(expected, cached)
         if greater < max(1, block_size):
             return
-        difference = abs(expected - cached)
+        difference = max(stored - cached, cached - expected)
         disagrees = difference >= max(1, block_size) and difference > TOLERANCE * greater
+        if not disagrees and expected - stored >= max(1, block_size):
+            return  # anything between would have been right: that shows nothing
         self.disagreements += disagrees
         record = self._records.setdefault(life, deque(maxlen=WINDOW))
         record.append(disagrees)
@@ -68,7 +86,7 @@ class Audit:
         if disagreeing >= FLAG_AT and life not in self._flagged:
             self._flagged.add(life)
             log.warning(
-                "%s: %d of its last %d answers disagree with what was thought to be cached there "
+                "%s: %d of its last %d answers disagree with what it claims to have cached "
                 "(the last: %d tokens expected, %d found): do router and engine hash alike?",
                 life.worker_id,
                 disagreeing,

@@ -6,7 +6,9 @@ from kvmesh.discovery import DiscoveryConfig
 from kvmesh.rpc.config import RpcConfig
 from kvmesh.telemetry import TelemetryConfig
 from services.router.admission import QueueConfig
+from services.router.decisions import DecisionsConfig
 from services.router.planner import RoutingConfig
+from services.router.tuning import TuningConfig
 from services.router.watcher import WatchConfig
 
 
@@ -20,3 +22,5 @@ class RouterConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    decisions: DecisionsConfig = field(default_factory=DecisionsConfig)

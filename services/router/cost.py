@@ -37,8 +37,24 @@ class CostConfig:
         metadata={"help": "weight of the time that a prefill holds running decodes up", "min": 0.0},
     )
     stall: float = field(
-        default=3.0,
+        default=0.3,
         metadata={"help": "the same, where a prefill worker could spare it them", "min": 0.0},
+    )
+    pause_seconds: float = field(
+        default=1.0,
+        metadata={
+            "help": "what a pause in a running answer counts for beyond its length, where a"
+            " prefill worker could spare it",
+            "min": 0.0,
+        },
+    )
+    blocking: float = field(
+        default=1.0,
+        metadata={
+            "help": "weight of the time that a prompt holds others up at a prefill worker: as"
+            " many come after it as wait before it",
+            "min": 0.0,
+        },
     )
     eviction: float = field(
         default=0.5,
@@ -141,14 +157,59 @@ def transfer_seconds(tokens: float, token_bytes: float, costs: CostConfig) -> fl
     return costs.transfer_ms / 1000 + moved
 
 
-def prefill_remotely(local: Work, remote: Work, token_bytes: float, costs: CostConfig) -> bool:
-    """Return whether a prompt is better computed on the prefill worker.
+def local_prefill_seconds(
+    works: Iterable[Work], requests: Iterable[float], wait: float, costs: CostConfig
+) -> list[float]:
+    """Return what computing a prompt on each of many decode workers costs.
 
-    By time to the first token, and by what the prefill costs those that decode beside it:
-    remote first token + transfer < local first token + interference, which weighs `stall`
-    here: between decode workers it has to happen somewhere, here it has not. Equal: locally.
-    What is uncached on the decode worker is moved, `token_bytes` for each token.
+    first token + beside x (pause + stall x uncached x prefill time). Between decode workers a
+    prefill has to hold somebody up, but a prefill worker can spare it them all. A pause is
+    noticed whatever its length, so most of it counts by number.
+
+    Beside it are those that decode, and of the other `requests` there, whose prompts prefill
+    workers compute within `wait` seconds, those that come before it is done.
     """
-    here = first_token_seconds(local) + interference_seconds(local, costs.stall)
-    there = first_token_seconds(remote) + transfer_seconds(local.uncached, token_bytes, costs)
-    return there < here
+    pause, stall, rate = costs.pause_seconds, costs.stall, 1 / max(wait, MICRO)
+    seconds = []
+    for work, placed in zip(works, requests, strict=True):
+        uncached, queued, decoding, _, _, _, prefill_us = work
+        own = uncached * prefill_us * MICRO
+        first = own + queued * prefill_us * MICRO
+        share = first * rate
+        beside = decoding + (placed - decoding) * (share if share < 1 else 1)
+        seconds.append(first + beside * (pause + stall * own))
+    return seconds
+
+
+def remote_prefill_seconds(work: Work, waiting: float, costs: CostConfig) -> float:
+    """Return what computing a prompt on a prefill worker costs, on which so many requests are.
+
+    first token + blocking x waiting x uncached x prefill time: a long prompt in a long line
+    makes many short ones late.
+    """
+    blocked = waiting * work.uncached * work.prefill_us * MICRO
+    return first_token_seconds(work) + costs.blocking * blocked
+
+
+def remote_decode_seconds(
+    works: Iterable[Work], requests: Iterable[float], token_bytes: float, costs: CostConfig
+) -> list[float]:
+    """Return what decoding on each of many workers costs, of a prompt computed elsewhere.
+
+    queued x prefill time + completion x (requests x time per request + held tokens x time per
+    token of KV) + transfer of what is not cached: the KV waits for prompts that are computed
+    there, and is decoded beside all the `requests`, those to come included.
+    """
+    per_request, per_token = costs.decode_us_per_request, costs.decode_us_per_token
+    moved_us = token_bytes / (costs.transfer_gb_per_second * GIGA) / MICRO
+    return [
+        MICRO
+        * (
+            queued * prefill_us
+            + completion * (placed * per_request + held * per_token)
+            + uncached * moved_us
+        )
+        for (uncached, queued, _, held, completion, _, prefill_us), placed in zip(
+            works, requests, strict=True
+        )
+    ]

@@ -11,9 +11,10 @@ from typing import Self
 
 from kvmesh.clock import Clock
 from kvmesh.errors import MeshError
-from kvmesh.types import Member, WorkerNews
-from services.router.admission import Admission, Waiter
-from services.router.audit import Audit
+from kvmesh.types import Leg, Member, WorkerNews
+from services.router.admission import Admission
+from services.router.audit import NO_CLAIM, Audit
+from services.router.fair import Waiter
 from services.router.planner import Decision
 from services.router.policy import Demand
 from services.router.reservations import Ledger, Life, Reservation
@@ -26,14 +27,14 @@ Answer = Callable[[Decision | MeshError], None]
 class Routed:
     """One request's stay in the router, from `Dispatcher.submit` to `Dispatcher.end`."""
 
-    __slots__ = ("answer", "decided_at", "demand", "expected", "reservation", "tokens", "waiter")
+    __slots__ = ("answer", "claim", "decided_at", "demand", "reservation", "tokens", "waiter")
 
     def __init__(self, demand: Demand, answer: Answer) -> None:
         self.demand = demand
         self.answer = answer
         self.waiter: Waiter | None = None
         self.reservation: Reservation | None = None
-        self.expected = 0
+        self.claim = NO_CLAIM
         self.tokens = 0.0
         self.decided_at = 0.0
 
@@ -43,7 +44,7 @@ class Routed:
         self.decided_at = now
         self.tokens = decision.chosen.uncached + decision.chosen.queued
         self.reservation = decision.reservation
-        self.expected = decision.plan.expected_cached_tokens
+        self.claim = decision.claim
         self.answer(decision)
 
 
@@ -88,7 +89,15 @@ class Dispatcher:
             routed.waiter = result
             self._waiting[result] = routed
             self._arm_by(self._admission.expiry(result))
+            self._refuse(self._admission.take_shed())
         return routed
+
+    def position(self, routed: Routed) -> int:
+        """Return as which of its line it would have been served on arrival, the next is 1.
+
+        0: it does not wait.
+        """
+        return routed.waiter.position if routed.waiter is not None else 0
 
     def prefilled(self, routed: Routed, cached_tokens: int | None = None) -> None:
         """Note that a planned request's prompt is computed, and how much of it was cached.
@@ -107,10 +116,21 @@ class Dispatcher:
             self.audit.answered(
                 computed_by,
                 prompt_tokens=routed.demand.prompt_tokens,
-                expected=routed.expected,
+                claim=routed.claim,
                 cached=cached_tokens,
                 block_size=routed.demand.block_size,
             )
+            self._fleet.doubt(computed_by, self.audit.flagged(computed_by))
+
+    def generating(self, routed: Routed) -> None:
+        """Note that a planned request's decode worker has generated a token."""
+        if routed.reservation is not None and routed.reservation.trial is not None:
+            routed.reservation.trial.generating()
+
+    def failed(self, routed: Routed, leg: Leg, *, timed_out: bool) -> None:
+        """Note that a part of a planned request failed, or was not done in its time."""
+        if routed.reservation is not None and routed.reservation.trial is not None:
+            routed.reservation.trial.failed(leg, timed_out=timed_out)
 
     def end(self, routed: Routed) -> None:
         """Free all that the request holds here. A second time has no effect."""
@@ -147,6 +167,10 @@ class Dispatcher:
         self._fleet.suspect(life)
         self._fleet_changed()
 
+    def settings_changed(self) -> None:
+        """Look at all who wait anew: there may be room for more now, or less time."""
+        self._fleet_changed()
+
     def _fleet_changed(self) -> None:
         if self._waiting:
             self._deliver(self._admission.fleet_changed(self._clock.now()))
@@ -154,12 +178,18 @@ class Dispatcher:
 
     def _pump(self, model: str) -> None:
         if self._waiting:
-            self._deliver(self._admission.pump(model))
+            self._deliver(self._admission.pump(model, self._clock.now()))
 
     def _deliver(self, admitted: Sequence[tuple[Waiter, Decision]]) -> None:
         for waiter, decision in admitted:
             routed = self._waiting.pop(waiter)
             routed.decided(decision, self._clock.now())
+
+    def _refuse(self, refused: Sequence[tuple[Waiter, MeshError]]) -> None:
+        for waiter, error in refused:
+            routed = self._waiting.pop(waiter)
+            routed.waiter = None
+            routed.answer(error)
 
     def _arm_by(self, at: float | None) -> None:
         """See to it that `_expire` runs by then; too early does no harm."""
@@ -177,8 +207,5 @@ class Dispatcher:
 
     def _expire(self) -> None:
         self._set_timer(None)
-        for waiter, error in self._admission.expire(self._clock.now()):
-            routed = self._waiting.pop(waiter)
-            routed.waiter = None
-            routed.answer(error)
+        self._refuse(self._admission.expire(self._clock.now()))
         self._arm_by(self._admission.next_expiry())

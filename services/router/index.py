@@ -148,6 +148,14 @@ class PrefixIndex:
             _note(found, current, depth)
         return found
 
+    def stored(self, seat: int, hashes: Sequence[int]) -> int:
+        """Return how many leading blocks a seat has, as far as it has told."""
+        holders, bit = self._holders, 1 << seat & self._open
+        for depth, block in enumerate(hashes):
+            if not holders.get(block, 0) & bit:
+                return depth
+        return len(hashes)
+
     def expect(self, seat: int, hashes: Sequence[int]) -> Claim:
         """Count blocks as a seat's until `settle`: it was given a request that makes them."""
         holders, expected, bit = self._holders, self._expected, 1 << seat

@@ -6,6 +6,7 @@ from kvmesh.errors import MeshError
 from kvmesh.telemetry import Meter
 from services.router.admission import Admission
 from services.router.audit import Audit
+from services.router.decisions import DecisionLog
 from services.router.planner import Decision
 from services.router.reservations import Ledger
 from services.router.state import Fleet
@@ -17,12 +18,12 @@ class RouterMetrics:
     def __init__(
         self, meter: Meter, fleet: Fleet, ledger: Ledger, admission: Admission, audit: Audit
     ) -> None:
+        self._meter = meter
         self._fleet = fleet
-        self._ledger = ledger
         self._decisions = meter.counter(
             "kvmesh_router_decisions",
-            "Plans made, by policy and by where the prompt is computed.",
-            labels=("policy", "kind"),
+            "Plans made, by policy, by where the prompt is computed, and why there.",
+            labels=("policy", "kind", "reason"),
         )
         self._queue = meter.histogram(
             "kvmesh_router_queue", "Time from a request to its plan.", labels=("model",)
@@ -56,17 +57,38 @@ class RouterMetrics:
             lambda: {(w.id,): ledger.held(w.life).blocks for w in fleet.workers()},
             labels=("worker",),
         )
+        meter.gauge(
+            "kvmesh_router_quarantined",
+            "1 for workers that are left alone, or tried, after failures; with a partner, for "
+            "those that fail to hand KV over between them.",
+            self._quarantined,
+            labels=("worker", "partner"),
+        )
         _show_cache(meter, fleet, audit)
 
     def decided(self, decision: Decision, model: str, seconds: float) -> None:
         """Count a plan, and the time it took. `model` has workers, as there is a plan."""
         self._queue.record(seconds, model=model)
-        kind = "local" if decision.plan.prefill is None else "remote"
-        self._decisions.add(policy=decision.policy, kind=kind)
+        plan = decision.plan
+        kind = "local" if plan.prefill is None else "remote"
+        self._decisions.add(policy=decision.policy, kind=kind, reason=plan.reason)
 
     def refused(self, error: MeshError) -> None:
         """Count a request that got no plan."""
         self._refusals.add(reason=error.reason.value)
+
+    def show_decisions(self, decisions: DecisionLog) -> None:
+        """Show how those who read the decisions keep up."""
+        self._meter.gauge(
+            "kvmesh_router_decision_followers",
+            "Readers that follow the decisions.",
+            lambda: decisions.followers,
+        )
+        self._meter.counter_from(
+            "kvmesh_router_decisions_dropped",
+            "Decisions that a reader was too slow for.",
+            lambda: decisions.dropped,
+        )
 
     def _workers(self) -> Mapping[tuple[str, ...], float]:
         counts: dict[tuple[str, ...], float] = {}
@@ -74,6 +96,14 @@ class RouterMetrics:
             key = (worker.member.role.value, "yes" if worker.routable else "no")
             counts[key] = counts.get(key, 0) + 1
         return counts
+
+    def _quarantined(self) -> Mapping[tuple[str, ...], float]:
+        shown: dict[tuple[str, ...], float] = {(w.id, ""): 0 for w in self._fleet.workers()}
+        quarantine = self._fleet.quarantine
+        for subject in quarantine.held if quarantine is not None else ():
+            names = [life.worker_id for life in subject]
+            shown[names[0], "".join(names[1:])] = 1
+        return shown
 
 
 def _show_cache(meter: Meter, fleet: Fleet, audit: Audit) -> None:

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from kvmesh.types import Plan, Role
-from services.router.cost import CostConfig, Work, prefill_remotely
+from services.router.audit import NO_CLAIM, CacheClaim
+from services.router.cost import CostConfig, Work
 from services.router.plugins import Policies
+from services.router.policies import KvAware
 from services.router.policy import Candidate, Demand, Policy
+from services.router.quarantine import QuarantineConfig
 from services.router.reservations import NOTHING_HELD, Ledger, Reservation
+from services.router.split import split
 from services.router.state import Fleet
 from services.router.worker import WorkerState
 
@@ -23,6 +27,25 @@ class Prefill(StrEnum):
     AUTO = "auto"
     REMOTE = "remote"
     LOCAL = "local"
+
+
+class PrefillReason(StrEnum):
+    """Why a prompt is computed where it is. Values are those of `RoutePlan.reason`."""
+
+    CONFIGURED = "configured"
+    CHEAPER = "cheaper"
+    SHORT = "short"
+    NO_LAYOUT = "no_layout"
+    NO_WORKER = "no_worker"
+    QUARANTINED = "quarantined"
+    FULL = "full"
+
+
+class Mismatch(StrEnum):
+    """What is done about workers whose cache hits are not those that they claim."""
+
+    IGNORE_CACHE = "ignore_cache"
+    FLAG = "flag"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +80,15 @@ class RoutingConfig:
     expected_completion_tokens: int = field(
         default=256, metadata={"help": "completion tokens to reserve for at most", "min": 0}
     )
+    mismatch: Mismatch = field(
+        default=Mismatch.IGNORE_CACHE,
+        metadata={
+            "help": "what to do about workers whose cache hits are not those they claim: take "
+            "what they have cached for nothing, or flag them only"
+        },
+    )
     cost: CostConfig = field(default_factory=CostConfig)
+    quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)
 
 
 class Blocked(Enum):
@@ -71,7 +102,8 @@ class Blocked(Enum):
 class Decision:
     """A plan, the reservation taken for it, and what it was chosen from.
 
-    `chosen` is what the prompt is to the worker that computes it. Scores are those of the
+    `chosen` is what the prompt is to the worker that computes it, `claim` what that one
+    should have cached of it, whether or not it is believed. Scores are those of the
     candidates, in their order; the lower, the better.
     """
 
@@ -83,6 +115,7 @@ class Decision:
     decode_scores: Sequence[float]
     prefill_candidates: Sequence[Candidate] = ()
     prefill_scores: Sequence[float] = ()
+    claim: CacheClaim = NO_CLAIM
 
 
 class Planner:
@@ -103,6 +136,17 @@ class Planner:
         self._rng = rng
         self._pools: dict[tuple[str, Role], Policy] = {}
 
+    def configure(self, config: RoutingConfig, policies: Policies) -> None:
+        """Decide by other settings from now on. A policy that stays keeps what it knows."""
+        old, self._config, self._policies = self._policies, config, policies
+        if self._fleet.quarantine is not None:
+            self._fleet.quarantine.config = config.quarantine
+        self._pools = {
+            (model, role): policy
+            for (model, role), policy in self._pools.items()
+            if old.name(model) == policies.name(model)
+        }
+
     def plan(self, demand: Demand) -> Decision | Blocked:
         """Choose workers and reserve room on them, or say why that can't be done now.
 
@@ -111,18 +155,22 @@ class Planner:
         ready = self._ready(demand, Role.DECODE)
         if not ready:
             return Blocked.NO_WORKER
-        overlaps = self._overlaps(demand)
+        quarantine = self._fleet.quarantine
+        if quarantine is not None:
+            ready = quarantine.trusted(ready)
+        claimed = self._overlaps(demand)
+        overlaps = self._believed(demand, claimed)
         candidates = self._candidates(ready, demand, overlaps, Role.DECODE)
         if not candidates:
             return Blocked.FULL
         decode, scores = self._pick(candidates, demand, Role.DECODE)
-        prefill_candidates = self._prefill_candidates(demand, decode, overlaps)
+        reason, prefill_candidates = self._prefill_candidates(demand, decode, overlaps)
         prefill: Candidate | None = None
         prefill_scores: Sequence[float] = ()
         if prefill_candidates:
             prefill, prefill_scores = self._pick(prefill_candidates, demand, Role.PREFILL)
-            if not self._remotely(demand.model, decode, prefill):
-                prefill = None
+            if self._config.prefill is Prefill.AUTO:
+                decode, prefill = self._split(demand, candidates, decode, prefill)
         computing = prefill or decode
         policy = self._policies.name(demand.model)
         plan = Plan(
@@ -130,6 +178,8 @@ class Planner:
             prefill=None if prefill is None else prefill.worker.reference(),
             expected_cached_tokens=computing.cached_tokens,
             why=_explain(policy, decode, prefill),
+            policy=policy,
+            reason=reason.value,
         )
         return Decision(
             plan,
@@ -140,7 +190,12 @@ class Planner:
             scores,
             prefill_candidates,
             prefill_scores,
+            self._claim(demand, computing.worker, claimed),
         )
+
+    def tokens(self, demand: Demand) -> int:
+        """Return how much work a request is, before it is known what is cached."""
+        return demand.prompt_tokens + self._completion(demand)
 
     def has_worker(self, demand: Demand) -> bool:
         """Return whether any decode worker could take the demand, with or without room."""
@@ -164,6 +219,25 @@ class Planner:
         usable = max(0, demand.prompt_tokens - 1) // demand.block_size
         return index.overlaps(demand.block_hashes[:usable])
 
+    def _believed(self, demand: Demand, claimed: Mapping[int, int]) -> Mapping[int, int]:
+        """Return the overlaps with those workers whose caches count."""
+        doubted = self._fleet.doubted
+        if not doubted or self._config.mismatch is Mismatch.FLAG:
+            return claimed
+        index = self._fleet.index(demand.model, demand.block_size)
+        seats = {worker.seat for worker in doubted if worker.index is index}
+        return {seat: blocks for seat, blocks in claimed.items() if seat not in seats}
+
+    def _claim(self, demand: Demand, worker: WorkerState, claimed: Mapping[int, int]) -> CacheClaim:
+        """Return what a worker should have cached of a prompt."""
+        index, size = worker.index, worker.block_size
+        blocks = claimed.get(worker.seat, 0)
+        if index is None or not blocks or size != demand.block_size:
+            return NO_CLAIM
+        return CacheClaim(
+            index.stored(worker.seat, demand.block_hashes[:blocks]) * size, blocks * size
+        )
+
     def _candidates(
         self,
         workers: Sequence[WorkerState],
@@ -184,7 +258,11 @@ class Planner:
             if requests >= (limit or worker.capacity or DEFAULT_MAX_REQUESTS):
                 continue
             size, queued = worker.block_size, held.prefill_blocks
-            holding = held.decode_blocks + worker.other_blocks
+            holding = held.decode_blocks
+            if decodes:
+                holding += worker.other_blocks
+            else:  # what others have placed on a prefill worker is prompts
+                queued += worker.other_blocks
             cached = hits_at(worker.seat, 0) * size if size == asked else 0
             uncached = prompt - cached
             evicted = 0
@@ -220,22 +298,48 @@ class Planner:
 
     def _prefill_candidates(
         self, demand: Demand, decode: Candidate, overlaps: Mapping[int, int]
-    ) -> list[Candidate]:
+    ) -> tuple[PrefillReason, list[Candidate]]:
+        """Return who could compute the prompt; nobody: why the decode worker does."""
         config, layout = self._config, decode.worker.member.layout_fingerprint
-        if config.prefill is Prefill.LOCAL or not layout:
-            return []
+        if config.prefill is Prefill.LOCAL:
+            return PrefillReason.CONFIGURED, []
+        if not layout:
+            return PrefillReason.NO_LAYOUT, []
         if decode.work.uncached < config.remote_prefill_min_tokens:
-            return []
+            return PrefillReason.SHORT, []
         ready = self._ready(demand, Role.PREFILL)
         fitting = [w for w in ready if w.member.layout_fingerprint == layout]
-        return self._candidates(fitting, demand, overlaps, Role.PREFILL)
+        if not fitting:
+            return PrefillReason.NO_WORKER, []
+        trusted: Sequence[WorkerState] = fitting
+        if self._fleet.quarantine is not None:
+            trusted = self._fleet.quarantine.partners(decode.worker.life, fitting)
+        candidates = self._candidates(trusted, demand, overlaps, Role.PREFILL)
+        if not candidates:
+            return PrefillReason.FULL if trusted else PrefillReason.QUARANTINED, []
+        remote = config.prefill is Prefill.REMOTE
+        return PrefillReason.CONFIGURED if remote else PrefillReason.CHEAPER, candidates
 
-    def _remotely(self, model: str, decode: Candidate, prefill: Candidate) -> bool:
-        if self._config.prefill is Prefill.REMOTE:
-            return True
+    def _split(
+        self, demand: Demand, candidates: list[Candidate], picked: Candidate, prefill: Candidate
+    ) -> tuple[Candidate, Candidate | None]:
+        """Return who decodes, and the prefill worker if it is to compute the prompt.
+
+        Policies that go by more than costs have the last word on who decodes.
+        """
         costs = self._config.cost
-        token_bytes = self._fleet.token_bytes(model) or costs.kv_bytes_per_token
-        return prefill_remotely(decode.work, prefill.work, token_bytes, costs)
+        token_bytes = self._fleet.token_bytes(demand.model) or costs.kv_bytes_per_token
+        fitting = [picked]
+        if isinstance(self._policy(demand.model, Role.DECODE), KvAware):
+            layout, quarantine = picked.worker.member.layout_fingerprint, self._fleet.quarantine
+            fitting = [
+                each
+                for each in candidates
+                if each.worker.member.layout_fingerprint == layout
+                and (quarantine is None or quarantine.partners(each.worker.life, [prefill.worker]))
+            ]
+        chosen = split(fitting, prefill, token_bytes, costs, self._rng)
+        return (chosen.remote, prefill) if chosen.remotely else (chosen.local, None)
 
     def _policy(self, model: str, role: Role) -> Policy:
         policy = self._pools.get((model, role))
@@ -266,6 +370,9 @@ class Planner:
             self._fleet.expect(worker, demand.block_hashes, demand.block_size) for worker in workers
         ]
         reservation.expected = [each for each in expectations if each is not None]
+        quarantine = self._fleet.quarantine
+        if quarantine is not None:
+            reservation.trial = quarantine.trial(reservation.decode, reservation.prefill)
         return reservation
 
 

@@ -15,7 +15,7 @@ ENTRY_POINT_GROUP = "kvmesh.policies"
 PolicyFactory = Callable[[], Policy]
 
 
-def find_policy(name: str) -> PolicyFactory:
+def find_policy(name: str, setting: str = "routing.policy") -> PolicyFactory:
     """Return the factory of a policy. Raises `ConfigError` listing the names."""
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -24,7 +24,7 @@ def find_policy(name: str) -> PolicyFactory:
         factory: PolicyFactory = plug_ins[name].load()
         return factory
     names = ", ".join(sorted({*BUILT_IN, *plug_ins.names}))
-    raise ConfigError(f"routing.policy: {name!r} is not one of {names}")
+    raise ConfigError(f"{setting}: {name!r} is not one of {names}")
 
 
 class Policies:
@@ -36,7 +36,7 @@ class Policies:
         self._factories: dict[str, PolicyFactory] = {default: find_policy(default)}
         self._by_model: Mapping[str, str] = dict(_pair(entry) for entry in by_model)
         for name in self._by_model.values():
-            self._factories[name] = find_policy(name)
+            self._factories[name] = find_policy(name, "routing.policy_by_model")
 
     def name(self, model: str) -> str:
         """Return the name of a model's policy."""

@@ -20,7 +20,8 @@ class Demand:
 
     `max_tokens` 0: unknown. `block_hashes` are the prompt's full blocks of `block_size`
     tokens. `excluded` workers (by id) failed this request before. Smaller `priority`
-    goes first. Requests of one `session` belong together; empty: of none.
+    goes first; where requests wait, those with different `fair_key` share alike. Requests
+    of one `session` belong together; empty: of none.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Demand:
     excluded: frozenset[str] = frozenset()
     priority: int = 0
     session: str = ""
+    fair_key: str = ""
 
 
 class Candidate(NamedTuple):

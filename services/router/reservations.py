@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvmesh.types import Leg
+
 
 class Life(NamedTuple):
     """One life of one worker: its id in the registry and its epoch."""
@@ -60,12 +62,29 @@ class Expected(Protocol):
         ...
 
 
+class Trial(Protocol):
+    """Learns how the workers of a planned request do."""
+
+    def generating(self) -> None:
+        """All its workers have done their parts so far."""
+        ...
+
+    def failed(self, leg: Leg, *, timed_out: bool) -> None:
+        """One part of the request failed, or was not done when its time was up."""
+        ...
+
+    def ended(self) -> None:
+        """The request is over."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Reservation:
     """One planned request's hold on its workers. Made and changed by `Ledger` only.
 
     `prefill` None: the decode worker computes the prompt, and `prefill_held` is its too.
-    `expected` are told when the prompt is computed, or that it will not be.
+    `expected` are told when the prompt is computed, or that it will not be. `trial`, where
+    there is one, is told all of it.
     """
 
     decode: Life
@@ -77,6 +96,7 @@ class Reservation:
     prefilled: bool = False
     released: bool = False
     expected: Sequence[Expected] = field(default=())
+    trial: Trial | None = None
 
 
 class Ledger:
@@ -151,6 +171,8 @@ class Ledger:
         reservation.released = True
         self._active -= 1
         self._close(reservation.decode, held)
+        if reservation.trial is not None:
+            reservation.trial.ended()
 
     def forget(self, life: Life) -> None:
         """Drop the figures of a life that is over."""

@@ -5,9 +5,11 @@ and its event stream stands, because a dead worker's stream breaks at once and i
 registry entry vanishes seconds later.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
+from kvmesh.kv.blocks import HASH_LABEL, HASH_SCHEME
 from kvmesh.types import (
     BlocksCleared,
     BlocksRemoved,
@@ -21,9 +23,12 @@ from kvmesh.types import (
     WorkerNews,
 )
 from services.router.index import PrefixIndex, Recent
+from services.router.quarantine import Quarantine
 from services.router.reservations import Ledger, Life
 from services.router.speed import Speeds
 from services.router.worker import REPORTS_TO_SETTLE, Expectation, WorkerState
+
+log = logging.getLogger(__name__)
 
 WORKER_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 
@@ -49,7 +54,11 @@ class Fleet:
     """Every worker that discovery lists, and what each told of itself."""
 
     def __init__(
-        self, ledger: Ledger, *, max_cached_blocks: int = DEFAULT_MAX_CACHED_BLOCKS
+        self,
+        ledger: Ledger,
+        *,
+        quarantine: Quarantine | None = None,
+        max_cached_blocks: int = DEFAULT_MAX_CACHED_BLOCKS,
     ) -> None:
         self._ledger = ledger
         self._max_cached_blocks = max_cached_blocks
@@ -59,6 +68,9 @@ class Fleet:
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self.speeds = Speeds()
         """How quickly workers compute prompts, from `computed`."""
+        self._doubted: dict[Life, WorkerState] = {}
+        self.quarantine = quarantine
+        """Which workers are left alone for a while; None: nobody ever is."""
         self._token_bytes: dict[str, float] = {}
 
     def update(self, members: Iterable[Member]) -> None:
@@ -79,6 +91,7 @@ class Fleet:
             if worker is None or not _same(worker.member, member):
                 if worker is not None and worker.life.epoch != member.epoch:
                     self._ledger.forget(worker.life)
+                _compare(member, (*listed.values(), *known.values()))
                 worker = WorkerState(member, self._index_of(member))
             else:
                 del known[member.id]
@@ -94,7 +107,10 @@ class Fleet:
             self._forget_cache(gone)
             gone.index = None
         self._workers = listed
+        self._doubted = {w.life: w for w in self._doubted.values() if self.find(w.life) is w}
         self._routable.clear()
+        if self.quarantine is not None:
+            self.quarantine.keep({worker.life for worker in listed.values()})
         self._indexes = {key: index for key, index in self._indexes.items() if not index.empty}
 
     def knows_model(self, model: str) -> bool:
@@ -169,6 +185,19 @@ class Fleet:
             worker.index.sweep()
         return Applied.OK
 
+    @property
+    def doubted(self) -> Collection[WorkerState]:
+        """The workers whose cache is not what they claim, by `doubt`."""
+        return self._doubted.values()
+
+    def doubt(self, life: Life, doubted: bool) -> None:
+        """Note whether a worker's cache is thought to be what it claims."""
+        worker = self.find(life)
+        if worker is not None and doubted:
+            self._doubted[life] = worker
+        else:
+            self._doubted.pop(life, None)
+
     def token_bytes(self, model: str) -> float:
         """Return how large a token's KV is, as tickets were reported; 0: none was yet."""
         return self._token_bytes.get(model, 0.0)
@@ -241,7 +270,7 @@ class Fleet:
             worker.index.close(worker.seat)
 
     def _index_of(self, member: Member) -> PrefixIndex | None:
-        if member.block_size <= 0:
+        if member.block_size <= 0 or _scheme(member) != HASH_SCHEME:
             return None
         return self._indexes.setdefault((member.model, member.block_size), PrefixIndex())
 
@@ -253,6 +282,34 @@ class Fleet:
 
     def _approximate_bound(self, member: Member) -> int:
         return min(member.total_blocks or self._max_cached_blocks, self._max_cached_blocks)
+
+
+def _scheme(member: Member) -> str:
+    """Return the name of the hashes that a worker tells of; without a label, it is ours."""
+    return member.labels.get(HASH_LABEL, HASH_SCHEME)
+
+
+def _compare(member: Member, others: Sequence[WorkerState]) -> None:
+    """Say in the log why a new worker's cache can't be told, or not for all prompts."""
+    scheme = _scheme(member)
+    if scheme != HASH_SCHEME:
+        log.warning(
+            "%s: names its KV blocks by %s, prompts are hashed by %s: its cache is not counted",
+            member.id,
+            scheme,
+            HASH_SCHEME,
+        )
+    others = [w for w in others if w.member.model == member.model and w.id != member.id]
+    sizes = {w.member.block_size for w in others}
+    for size in sorted(sizes - {member.block_size}):
+        log.warning(
+            "%s: its KV blocks have %d tokens, those of other workers of the model %r have %d: "
+            "prompts are hashed by one size, and the others' caches are not counted",
+            member.id,
+            member.block_size,
+            member.model,
+            size,
+        )
 
 
 def _capacity(member: Member) -> int:

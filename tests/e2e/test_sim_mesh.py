@@ -114,7 +114,7 @@ async def test_clients_that_leave_free_everything_streaming_or_not(state: Path) 
 
 
 @pytest.mark.parametrize("role", ["frontend", "tokenizer", "router", "prefill", "decode"])
-async def test_sigterm_ends_each_process_cleanly_with_its_running_requests_finished(
+async def test_a15_sigterm_ends_each_process_cleanly_with_its_running_requests_finished(
     state: Path, role: str
 ) -> None:
     two = [flag for r in ("router", "tokenizer", "prefill", "decode") for flag in (f"--{r}", "2")]

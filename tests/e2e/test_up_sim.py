@@ -38,7 +38,7 @@ class Cli:
 
     def argv(self, command: str, *rest: str) -> list[str]:
         options = ["--state-dir", str(self.state_dir)]
-        return [sys.executable, "-m", "kvmesh.cli", command, *options, *rest]
+        return [sys.executable, "-m", "kvmesh.cli", *command.split(), *options, *rest]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -95,6 +95,9 @@ def test_a_newcomers_day(cli: Cli) -> None:
     chat = cli.run("chat", "Tell me a joke", "--max-tokens", "8")
     assert (chat.returncode, chat.stderr) == (0, "")
     assert chat.stdout.strip()
+    decided = cli.run("router decisions", "--worker", "decode-1", "--limit", "1")
+    assert (decided.returncode, decided.stderr) == (0, "")
+    assert {"router-1", "tiny", "kv", "decode-1"} <= set(decided.stdout.split())
     unknown = cli.run("chat", "Hi", "--model", "nobody")
     assert unknown.returncode == 1
     assert "nobody" in unknown.stderr

@@ -134,7 +134,7 @@ async def test_without_a_cluster_people_are_told(tmp_path: Path, arguments: list
 async def test_every_command_explains_itself() -> None:
     shown = await kvmesh("--help")
     assert shown.returncode == 0
-    for name in ("up", "down", "status", "chat", "model", "serve", "health", "version"):
+    for name in ("up", "down", "status", "chat", "model", "router", "serve", "health", "version"):
         assert f" {name} " in shown.stdout
         assert (await kvmesh(name, "--help")).returncode == 0
     assert (await kvmesh("nonsense")).returncode == 2

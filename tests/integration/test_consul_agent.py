@@ -59,7 +59,7 @@ class Watch:
                 self.history.append(await anext(self._snapshots))
 
 
-async def test_first_check_status_is_critical_and_passes_when_ready(
+async def test_a23_first_check_status_is_critical_and_passes_when_ready(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)
@@ -75,7 +75,7 @@ async def test_first_check_status_is_critical_and_passes_when_ready(
         await eventually(shared_agent, config, [])
 
 
-async def test_a_restarted_process_is_never_ready_by_its_former_lifes_merit(
+async def test_a23_a_restarted_process_is_never_ready_by_its_former_lifes_merit(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)
@@ -90,7 +90,7 @@ async def test_a_restarted_process_is_never_ready_by_its_former_lifes_merit(
         assert {member.epoch for seen in watch.history for member in seen} == {"e1", "e2"}
 
 
-async def test_killed_five_times_and_started_again_is_one_entry(
+async def test_a43_killed_five_times_and_started_again_is_one_entry(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)
@@ -109,7 +109,7 @@ async def test_killed_five_times_and_started_again_is_one_entry(
             await watch.until(lives[-1], second)
 
 
-async def test_an_agent_that_restarts_empty_drops_nobody_and_knows_everybody_again() -> None:
+async def test_a18_an_agent_that_restarts_empty_drops_nobody_and_knows_everybody_again() -> None:
     async with ConsulAgent() as agent:
         config = settings(agent.address)
         async with (
@@ -130,7 +130,7 @@ async def test_an_agent_that_restarts_empty_drops_nobody_and_knows_everybody_aga
             assert len(watch.history) == seen + 1
 
 
-async def test_an_agent_that_reaps_a_living_member_gets_it_back(
+async def test_a18_an_agent_that_reaps_a_living_member_gets_it_back(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)
@@ -141,7 +141,7 @@ async def test_an_agent_that_reaps_a_living_member_gets_it_back(
         await watch.until(MEMBER)
 
 
-async def test_members_that_start_while_the_agent_is_away_appear_when_it_is_there(
+async def test_a18_members_that_start_while_the_agent_is_away_appear_when_it_is_there(
     impatient: None,
 ) -> None:
     (port,) = free_ports(1)
@@ -156,7 +156,7 @@ async def test_members_that_start_while_the_agent_is_away_appear_when_it_is_ther
         await watch.until(replace(MEMBER, state=State.DRAINING))
 
 
-async def test_who_lived_through_an_outage_is_kept_and_who_died_in_it_goes() -> None:
+async def test_a18_who_lived_through_an_outage_is_kept_and_who_died_in_it_goes() -> None:
     async with ConsulAgent() as agent:
         config = settings(agent.address)
         async with (
@@ -172,7 +172,7 @@ async def test_who_lived_through_an_outage_is_kept_and_who_died_in_it_goes() -> 
             assert all(MEMBER in seen for seen in watch.history[1:])
 
 
-async def test_an_older_life_that_still_runs_gives_way_and_comes_back(
+async def test_a43_an_older_life_that_still_runs_gives_way_and_comes_back(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)
@@ -186,7 +186,7 @@ async def test_an_older_life_that_still_runs_gives_way_and_comes_back(
         await watch.until(replace(MEMBER, state=State.DRAINING))
 
 
-async def test_an_older_life_that_leaves_late_takes_nobody_with_it(
+async def test_a43_an_older_life_that_leaves_late_takes_nobody_with_it(
     shared_agent: ConsulAgent,
 ) -> None:
     config = settings(shared_agent.address)

@@ -22,7 +22,7 @@ HUGE = "18446744073709551615"
 Watch = AsyncIterator[tuple[Member, ...]]
 
 
-async def test_indexes_that_go_back_are_zero_missing_or_huge() -> None:
+async def test_a20_indexes_that_go_back_are_zero_missing_or_huge() -> None:
     indexes = ["100", "100", "40", "41", "0", None, HUGE, HUGE]
     script = [Answer(index, [instance("a")]) for index in indexes]
     async with FakeConsul({SERVICE: script}) as consul, watching(consul) as watch:
@@ -32,7 +32,7 @@ async def test_indexes_that_go_back_are_zero_missing_or_huge() -> None:
         assert asked == [None, "100", "100", None, "41", "1", "1", HUGE, HUGE]
 
 
-async def test_new_indexes_with_the_same_body_are_no_change() -> None:
+async def test_a20_new_indexes_with_the_same_body_are_no_change() -> None:
     same = [Answer(str(index), [instance("a")]) for index in range(1, 50)]
     script = [*same, Answer("50", [instance("a"), instance("b")])]
     async with FakeConsul({SERVICE: script}) as consul, watching(consul) as watch:
@@ -41,7 +41,7 @@ async def test_new_indexes_with_the_same_body_are_no_change() -> None:
         assert len(await consul.wait_for_queries(SERVICE, len(script) + 1)) == len(script) + 1
 
 
-async def test_an_agent_that_comes_back_empty_loses_nobody_who_registers_again() -> None:
+async def test_a18_an_agent_that_comes_back_empty_loses_nobody_who_registers_again() -> None:
     script = [
         Answer("900", [instance("a"), instance("b")]),
         Answer("3", []),
@@ -59,7 +59,7 @@ async def test_an_agent_that_comes_back_empty_loses_nobody_who_registers_again()
         await consul.wait_for_queries(SERVICE, len(script) + 1)
 
 
-async def test_errors_and_nonsense_leave_the_last_known_members_and_restart_the_index() -> None:
+async def test_a18_errors_and_nonsense_leave_the_last_known_members_and_restart_the_index() -> None:
     script = [
         Answer("7", [instance("a")]),
         Answer("8", [], status=500),
@@ -94,7 +94,7 @@ async def test_the_token_is_sent_and_the_environment_does_not_replace_it(
         assert {query.token for query in consul.queries} == {"ours"}
 
 
-async def test_one_process_seen_through_two_agents_is_one_member() -> None:
+async def test_a43_one_process_seen_through_two_agents_is_one_member() -> None:
     old, new = instance("a", epoch="e1", since=1), instance("a", epoch="e2", since=2, node="n2")
     async with (
         FakeConsul({SERVICE: [Answer("1", [new, old])]}) as consul,

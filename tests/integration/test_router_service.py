@@ -25,6 +25,7 @@ from kvmesh.rpc.gate import Gate
 from kvmesh.rpc.peer import Peer
 from kvmesh.rpc.server import serve
 from kvmesh.telemetry import quiet_telemetry
+from kvmesh.testing.discovery import MemoryText
 from kvmesh.types import Context, Member, Plan, Role, State, Worker
 from kvmesh.v1 import worker_pb2, worker_pb2_grpc
 from services.router.admission import QueueConfig
@@ -104,6 +105,9 @@ class Registry:
             yield self.members
             await self._changed.wait()
 
+    def shared(self, name: str) -> MemoryText:
+        return MemoryText()
+
     @asynccontextmanager
     async def register(self, member: Member) -> AsyncIterator[Any]:
         raise AssertionError(f"{member.id} is not to be registered here")
@@ -161,16 +165,18 @@ def context(**fields: Any) -> Context:
 
 
 def ask(peer: Peer, prompt_tokens: int = 10, *, model: str = "m", **fields: Any) -> PlanCall:
-    query = {"max_tokens": 16, "block_hashes": (), "block_size": 16}
+    query: dict[str, Any] = {"max_tokens": 16, "block_hashes": (), "block_size": 16}
     excluded = fields.pop("excluded", ())
     hashes = fields.pop("block_hashes", ())
     session = fields.pop("session", "")
+    fair_key = fields.pop("fair_key", "")
     full = RouteQuery(
         model,
         prompt_tokens,
         **(query | {"block_hashes": hashes}),
         excluded=excluded,
         session=session,
+        fair_key=fair_key,
     )
     return route(peer, full, context(**fields), CLOCK)
 
@@ -230,7 +236,7 @@ async def test_a_plan_names_both_workers_and_holds_a_reservation_until_it_is_lef
         assert mesh.metric("kvmesh_router_decisions_total", kind="remote") == 1
 
 
-async def test_a_burst_is_spread_and_all_ends_with_the_stream() -> None:
+async def test_a32_a_burst_is_spread_and_all_ends_with_the_stream() -> None:
     async with router() as mesh:
         await mesh.add("d0", "d1", "d2", "d3")
         peer = await mesh.client()
@@ -266,6 +272,20 @@ async def test_the_cache_that_a_worker_told_of_shows_in_the_plan() -> None:
             answer = await cached()
         assert answer.expected_cached_tokens == 96
         assert answer.prefill is None
+
+
+async def test_a_plan_outlasts_the_deadline_until_its_client_ends_it() -> None:
+    async with router() as mesh:
+        await mesh.add("d0")
+        peer = await mesh.client()
+        async with ask(peer, deadline=CLOCK.now() + 0.2) as first:
+            await plan(first)
+            # The second one's time is up later than the first one's.
+            async with ask(peer, deadline=CLOCK.now() + 0.3, excluded=["d0"]) as second:
+                with pytest.raises(DeadlineError):
+                    await plan(second)
+            assert mesh.metric("kvmesh_router_reservations") == 1
+        await mesh.until(lambda: mesh.metric("kvmesh_router_reservations") == 0)
 
 
 async def test_excluded_workers_are_avoided() -> None:
@@ -319,6 +339,28 @@ async def test_a_full_worker_makes_requests_wait_and_a_full_queue_refuses() -> N
         await mesh.until(lambda: mesh.metric("kvmesh_router_reservations") == 0)
 
 
+async def test_a_crowd_of_one_key_does_not_hold_up_another() -> None:
+    async with router(routing=RoutingConfig(max_requests_per_worker=1)) as mesh:
+        await mesh.add("d0")
+        peer = await mesh.client()
+        async with ask(peer) as first, AsyncExitStack() as waiting:
+            await plan(first)
+            crowd = [ask(peer, 100, fair_key="crowd") for _ in range(100)]
+            modest = ask(peer, 100, fair_key="modest")
+            for call in [*crowd, modest]:
+                await waiting.enter_async_context(call)
+            await mesh.until(lambda: mesh.metric("kvmesh_router_waiting") == 101)
+
+            first.leave()
+            await plan(crowd[0])
+            crowd[0].leave()
+
+            assert (await plan(modest)).decode.id == "d0"
+            assert not any(call.value.done() for call in crowd[1:])
+        await mesh.until(lambda: mesh.metric("kvmesh_router_reservations") == 0)
+        assert mesh.metric("kvmesh_router_waiting") == 0
+
+
 async def test_a_request_that_leaves_the_queue_takes_nothing_with_it() -> None:
     async with router(routing=RoutingConfig(max_requests_per_worker=1)) as mesh:
         await mesh.add("d0")
@@ -331,7 +373,7 @@ async def test_a_request_that_leaves_the_queue_takes_nothing_with_it() -> None:
         await mesh.until(lambda: mesh.metric("kvmesh_router_reservations") == 0)
 
 
-async def test_a_killed_worker_leaves_routing_before_the_registry_notices() -> None:
+async def test_a28_a_killed_worker_leaves_routing_before_the_registry_notices() -> None:
     async with router() as mesh:
         await mesh.add("d0", "d1")
         peer = await mesh.client()

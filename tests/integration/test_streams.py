@@ -211,7 +211,7 @@ async def test_a_lost_client_frees_everything() -> None:
         assert echo.freed == 5
 
 
-async def test_a_lost_server_fails_what_runs_and_a_new_one_is_reached_again() -> None:
+async def test_a53_a_lost_server_fails_what_runs_and_a_new_one_is_reached_again() -> None:
     echo = Echo()
     echo.behave = echo.hang
     async with served(echo) as server:

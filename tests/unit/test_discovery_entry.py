@@ -52,13 +52,13 @@ def test_a_later_versions_fields_are_passed_over() -> None:
     assert from_text(to_text(Entry(a_member(), 1)) | {"color": "red"}).member == a_member()
 
 
-def test_restart_replaces_its_own_entry_and_two_workers_are_two() -> None:
+def test_a43_restart_replaces_its_own_entry_and_two_workers_are_two() -> None:
     lives = [Entry(a_member(epoch=f"e{n}"), since=n) for n in range(5)]
     other = Entry(a_member(port=2), since=0)
     assert newest([other, *reversed(lives)]) == (lives[-1].member, other.member)
 
 
-def test_one_address_has_one_member_whatever_the_host_was_called() -> None:
+def test_a43_one_address_has_one_member_whatever_the_host_was_called() -> None:
     before = Entry(a_member(name="old-name", epoch="e1"), since=1)
     after = Entry(a_member(name="new-name", epoch="e2"), since=2)
     assert newest([after, before]) == (after.member,)

@@ -17,7 +17,7 @@ def test_index_goes_on_and_an_equal_one_changes_nothing() -> None:
     assert cursor.index == 100
 
 
-def test_index_that_goes_back_starts_again_from_0() -> None:
+def test_a20_index_that_goes_back_starts_again_from_0() -> None:
     cursor = Cursor(PACE)
     cursor.advance("100")
     assert not cursor.advance("40")
@@ -27,7 +27,7 @@ def test_index_that_goes_back_starts_again_from_0() -> None:
 
 
 @pytest.mark.parametrize("header", ["", "0", "-3", "x", "1.5", "٣"])
-def test_unusable_index_counts_as_1_and_costs_a_pause(header: str) -> None:
+def test_a20_unusable_index_counts_as_1_and_costs_a_pause(header: str) -> None:
     cursor = Cursor(PACE)
     cursor.advance("100")
     cursor.advance(header)
@@ -37,14 +37,14 @@ def test_unusable_index_counts_as_1_and_costs_a_pause(header: str) -> None:
     assert cursor.pause(elapsed=60.0) == 0.0
 
 
-def test_64_bit_index_stays_an_integer() -> None:
+def test_a20_64_bit_index_stays_an_integer() -> None:
     cursor = Cursor(PACE)
     cursor.advance("18446744073709551615")
     assert cursor.index == 2**64 - 1
     assert cursor.advance("18446744073709551615")
 
 
-def test_answers_that_come_at_once_are_rate_limited() -> None:
+def test_a20_answers_that_come_at_once_are_rate_limited() -> None:
     cursor = Cursor(PACE)
     cursor.advance("1")
     assert cursor.pause(elapsed=0.0) == PACE.period
@@ -52,7 +52,7 @@ def test_answers_that_come_at_once_are_rate_limited() -> None:
     assert cursor.pause(elapsed=30.0) == 0.0
 
 
-def test_backoff_grows_to_a_bound_and_is_jittered() -> None:
+def test_a18_backoff_grows_to_a_bound_and_is_jittered() -> None:
     rng = random.Random(1)
     delays = [[backoff(failures, rng) for _ in range(50)] for failures in (1, 2, 3, 5, 10, 10**6)]
     assert all(0.05 <= delay <= 0.1 for delay in delays[0])

@@ -17,7 +17,7 @@ from kvmesh.types import Member, Role, State
 CONFIG = DiscoveryConfig()
 
 
-def test_first_status_is_critical_until_ready() -> None:
+def test_a23_first_status_is_critical_until_ready() -> None:
     statuses = {state: checks_of(to_service(an_entry(state), CONFIG)) for state in State}
     for state, checks in statuses.items():
         assert checks[alive_check(an_entry(state).member)] == "passing"

@@ -15,8 +15,9 @@ from kvmesh.errors import (
     UnknownModelError,
 )
 from kvmesh.types import Load, Member, Role, State, WorkerNews
-from services.router.admission import Admission, QueueConfig, Waiter
+from services.router.admission import Admission, QueueConfig
 from services.router.dispatcher import Dispatcher
+from services.router.fair import Waiter
 from services.router.planner import Decision, Planner, RoutingConfig
 from services.router.plugins import Policies
 from services.router.policy import Demand
@@ -77,15 +78,15 @@ class Rig:
         assert isinstance(waiter, Waiter)
         return waiter
 
-    def pump(self, model: str = "m") -> list[str]:
-        return [waiter.demand.request_id for waiter, _ in self.admission.pump(model)]
+    def pump(self, model: str = "m", now: float = 0.0) -> list[str]:
+        return [waiter.demand.request_id for waiter, _ in self.admission.pump(model, now)]
 
     def drain_in_order(self, first: Decision) -> list[str]:
         order = []
         decision = first
         while self.admission.waiting:
             self.ledger.release(decision.reservation)
-            ((waiter, decision),) = self.admission.pump("m")
+            ((waiter, decision),) = self.admission.pump("m", 0.0)
             order.append(waiter.demand.request_id)
         self.ledger.release(decision.reservation)
         return order

@@ -2,15 +2,23 @@
 
 import pytest
 
-from services.router.audit import FLAG_AT, WINDOW, Audit
+from services.router.audit import FLAG_AT, WINDOW, Audit, CacheClaim
 from services.router.reservations import Life
 
 D0 = Life("d0", "e1")
 
 
-def answer(audit: Audit, expected: int, cached: int, times: int = 1, life: Life = D0) -> None:
+def answer(
+    audit: Audit,
+    expected: int,
+    cached: int,
+    times: int = 1,
+    life: Life = D0,
+    stored: int | None = None,
+) -> None:
+    claim = CacheClaim(expected if stored is None else stored, expected)
     for _ in range(times):
-        audit.answered(life, prompt_tokens=1000, expected=expected, cached=cached, block_size=16)
+        audit.answered(life, prompt_tokens=1000, claim=claim, cached=cached, block_size=16)
 
 
 @pytest.mark.parametrize(("expected", "cached"), [(0, 800), (800, 0), (160, 800), (800, 16)])
@@ -36,6 +44,16 @@ def test_answers_that_agree_do_not(expected: int, cached: int) -> None:
 
     assert not audit.flagged(D0)
     assert audit.disagreements == 0
+
+
+@pytest.mark.parametrize("cached", [0, 400, 800])
+def test_what_earlier_requests_may_have_left_by_then_is_no_mismatch(cached: int) -> None:
+    audit = Audit()
+    answer(audit, 800, cached, 100, stored=0)
+
+    assert not audit.flagged(D0)
+    answer(audit, 400, cached + 800, 100, stored=0)
+    assert audit.flagged(D0)
 
 
 def test_one_answer_in_two_that_came_too_late_is_no_mismatch() -> None:

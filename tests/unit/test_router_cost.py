@@ -11,8 +11,10 @@ from services.router.cost import (
     eviction_seconds,
     first_token_seconds,
     interference_seconds,
+    local_prefill_seconds,
     placement_seconds,
-    prefill_remotely,
+    remote_decode_seconds,
+    remote_prefill_seconds,
     transfer_seconds,
     work_seconds,
 )
@@ -23,6 +25,8 @@ COSTS = CostConfig(
     work=0.5,
     interference=0.25,
     stall=0.25,
+    pause_seconds=0.5,
+    blocking=1,
     eviction=0.5,
     transfer_ms=2,
     transfer_gb_per_second=2,
@@ -92,32 +96,32 @@ def test_workers_with_unequal_queues_never_look_equal(of: Work, more: int) -> No
     assert total(of._replace(queued=of.queued + more)) > total(of)
 
 
-@pytest.mark.parametrize(
-    ("local", "remote", "remotely"),
-    [
-        # Idle, both: the transfer is for nothing.
-        (work(uncached=1000), work(uncached=1000), False),
-        # The decode worker has most of it cached.
-        (work(uncached=50, decoding=8), work(uncached=1000), False),
-        # Many decode there, and would be held up.
-        (work(uncached=1000, decoding=40), work(uncached=1000), True),
-        # Prefill's queue is longer than that is worth.
-        (work(uncached=1000, decoding=40), work(uncached=1000, queued=20_000), False),
-        # The prefill worker has it cached.
-        (work(uncached=10_000), work(uncached=10), True),
-        # The prefill worker is far quicker.
-        (work(uncached=1000, prefill_us=2000), work(uncached=1000, prefill_us=100), True),
-    ],
-)
-def test_a_prompt_is_prefilled_where_that_is_quicker(
-    local: Work, remote: Work, remotely: bool
-) -> None:
-    assert prefill_remotely(local, remote, 1000, COSTS) == remotely
+def local(of: Work, requests: float, wait: float = 0.1) -> float:
+    (seconds,) = local_prefill_seconds([of], [requests], wait, COSTS)
+    return seconds
 
 
-def test_a_slow_network_keeps_prompts_where_they_are() -> None:
-    slow = CostConfig(transfer_gb_per_second=0.001)
+def test_a_prefill_makes_all_that_decode_beside_it_pause() -> None:
+    busy = work(uncached=1000, queued=500, decoding=4)
 
-    assert not prefill_remotely(
-        work(uncached=1000, decoding=40), work(uncached=1000), 100_000, slow
-    )
+    assert local(busy, 4) == pytest.approx(0.15 + 4 * (0.5 + 0.25 * 0.1))
+
+
+def test_requests_whose_kv_is_still_to_come_count_as_far_as_they_come_before_its_end() -> None:
+    idle = work(uncached=1000)
+
+    assert local(idle, 4, wait=0.1) == pytest.approx(0.1 + 4 * (0.5 + 0.25 * 0.1))
+    assert local(idle, 4, wait=0.4) == pytest.approx(0.1 + 1 * (0.5 + 0.25 * 0.1))
+
+
+def test_a_prefill_worker_is_as_good_as_its_line_is_short() -> None:
+    seconds = remote_prefill_seconds(work(uncached=1000, queued=3000), 3, COSTS)
+
+    assert seconds == pytest.approx(0.4 + 3 * 0.1)
+
+
+def test_decoding_of_what_another_computed_waits_for_local_prompts_and_the_transfer() -> None:
+    busy = work(uncached=1000, queued=500, decoding=2, held_tokens=1000, completion=100)
+    (seconds,) = remote_decode_seconds([busy], [10], 1e6, COSTS)
+
+    assert seconds == pytest.approx(0.05 + 100 * (200 + 500) * 1e-6 + 0.5)

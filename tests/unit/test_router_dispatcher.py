@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvmesh.types import Member, Role, State, WorkerNews
+from kvmesh.types import BlocksStored, Member, Role, State, WorkerNews
 from services.router.admission import Admission, QueueConfig
 from services.router.audit import WINDOW
 from services.router.dispatcher import Dispatcher, Routed
@@ -70,6 +70,7 @@ def test_the_time_from_the_plan_to_the_first_token_teaches_how_quick_a_worker_is
 
 def test_cache_hits_of_a_former_life_are_forgotten_with_it() -> None:
     rig = Rig()
+    rig.dispatcher.apply(rig.life, WorkerNews("d0", "e1", 2, (BlocksStored(HASHES),)))
     for _ in range(WINDOW):
         routed = rig.route()
         rig.dispatcher.prefilled(routed, cached_tokens=800)

@@ -70,7 +70,7 @@ def test_kv_takes_the_worker_that_has_most_cached() -> None:
     assert set(picks(KvAware(), candidates)) == {"d1"}
 
 
-def test_kv_leaves_a_cached_prefix_when_waiting_for_it_takes_longer() -> None:
+def test_a32_kv_leaves_a_cached_prefix_when_waiting_for_it_takes_longer() -> None:
     cold = candidate("d0", uncached=1000)
 
     assert set(picks(KvAware(), [cold, candidate("d1", uncached=100, queued=1300)])) == {"d1"}
@@ -83,7 +83,7 @@ def test_kv_evicts_where_least_is_lost() -> None:
     assert set(picks(KvAware(), candidates)) == {"d1"}
 
 
-def test_equals_are_drawn_by_lot() -> None:
+def test_a32_equals_are_drawn_by_lot() -> None:
     counts = picks(KvAware(), pool(0, 0, 0, 0))
 
     assert min(counts.values()) > 150
@@ -148,7 +148,7 @@ def test_only_the_sessions_of_a_worker_that_goes_are_moved() -> None:
     assert len({now for _, now in moved}) == 3
 
 
-def test_a_worker_with_far_more_than_its_share_is_passed_over() -> None:
+def test_a32_a_worker_with_far_more_than_its_share_is_passed_over() -> None:
     ask = demand("alice")
     home = next(iter(picks(Session(), pool(0, 0, 0), lambda _: ask, 1)))
     even = [candidate(f"d{n}", requests=40) for n in range(3)]

@@ -69,6 +69,22 @@ def test_round_robin_gives_each_worker_the_same_share() -> None:
     assert names[:4] == names[4:8]
 
 
+def test_a_policy_that_stays_keeps_its_turn_and_a_new_one_begins_afresh() -> None:
+    rig = Rig(*(worker(f"d{i}") for i in range(3)), by="round_robin")
+    turns = [rig.plan().plan.decode.id for _ in range(4)]
+    again = Policies("random", ["m=round_robin"])
+
+    rig.planner.configure(RoutingConfig(max_requests_per_worker=3), again)
+    turns += [rig.plan().plan.decode.id for _ in range(5)]
+
+    assert turns == turns[:3] * 3
+    assert rig.planner.plan(demand()) is Blocked.FULL
+    rig.planner.configure(RoutingConfig(policy="session"), Policies("session"))
+    decisions = [rig.plan(session="s") for _ in range(3)]
+    assert {each.policy for each in decisions} == {"session"}
+    assert len({each.plan.decode.id for each in decisions}) == 1
+
+
 def test_round_robin_keeps_its_turn_when_a_worker_leaves() -> None:
     rig = Rig(*(worker(f"d{i}") for i in range(3)), by="round_robin")
     while rig.plan().plan.decode.id != "d0":
@@ -79,7 +95,7 @@ def test_round_robin_keeps_its_turn_when_a_worker_leaves() -> None:
     assert [rig.plan().plan.decode.id for _ in range(3)] == ["d2", "d0", "d2"]
 
 
-def test_a_burst_of_equal_requests_is_spread_evenly() -> None:
+def test_a32_a_burst_of_equal_requests_is_spread_evenly() -> None:
     rig = Rig(*(worker(f"d{i}") for i in range(4)))
 
     share = Counter(rig.plan().plan.decode.id for _ in range(64))
@@ -87,7 +103,7 @@ def test_a_burst_of_equal_requests_is_spread_evenly() -> None:
     assert set(share.values()) == {16}
 
 
-def test_one_after_another_uses_every_worker() -> None:
+def test_a32_one_after_another_uses_every_worker() -> None:
     rig = Rig(worker("d0"), worker("d1"))
     rig.tell("d0", 2, BlocksStored((1, 2, 3)))
     share: Counter[str] = Counter()
@@ -99,7 +115,7 @@ def test_one_after_another_uses_every_worker() -> None:
     assert min(share["d0"], share["d1"]) > 150
 
 
-def test_the_idle_worker_is_chosen_over_one_with_long_jobs() -> None:
+def test_a32_the_idle_worker_is_chosen_over_one_with_long_jobs() -> None:
     rig = Rig(worker("d0"), worker("d1"))
     rig.tell("d0", 2, Load(running=4, used_blocks=800, total_blocks=1000))
 
@@ -236,7 +252,7 @@ def test_by_cost_an_idle_decode_worker_prefills_and_a_busy_one_has_it_done() -> 
 
     rig.tell("d0", 2, Load(running=10, used_blocks=100, total_blocks=1000))
     rig.tell("p0", 2, Load(ticket_blocks=1, ticket_bytes=16_000))
-    busy = [rig.plan(1000) for _ in range(40)]
+    busy = [rig.plan(1000) for _ in range(100)]
 
     assert busy[0].plan.prefill is not None
     assert busy[0].reservation.prefill == Life("p0", "e1")
@@ -261,7 +277,7 @@ def test_prefill_workers_are_not_charged_for_decoding() -> None:
     assert decision.chosen is candidate.work
 
 
-def test_kv_does_not_pile_requests_with_one_prefix_up_on_one_worker() -> None:
+def test_a32_kv_does_not_pile_requests_with_one_prefix_up_on_one_worker() -> None:
     rig = Rig(*(worker(f"d{n}") for n in range(4)), by="kv")
     hashes = tuple(range(50))
     rig.tell("d2", 2, BlocksStored(hashes))

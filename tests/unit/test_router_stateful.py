@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvmesh.errors import OverloadedError, UnknownModelError
 from kvmesh.types import BlocksStored, Load, Member, Role, State, WorkerNews
-from services.router.admission import Admission, QueueConfig, Waiter
+from services.router.admission import Admission, QueueConfig
+from services.router.fair import Waiter
 from services.router.planner import Decision, Planner, RoutingConfig
 from services.router.plugins import Policies
 from services.router.policies import BUILT_IN
@@ -45,11 +46,19 @@ class RouterMachine(RuleBasedStateMachine):
         self.waiters: list[Waiter] = []
         self.sequence: dict[Life, int] = {}
 
-    @initialize(policy=st.sampled_from(sorted(BUILT_IN)), seed=st.integers(0, 9))
-    def build(self, policy: str, seed: int) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(BUILT_IN)),
+        seed=st.integers(0, 9),
+        shed_margin=st.sampled_from([0.0, 2.0]),
+    )
+    def build(self, policy: str, seed: int, shed_margin: float) -> None:
+        self.shed_margin = shed_margin
         routing = RoutingConfig(max_requests_per_worker=CAP)
-        planner = Planner(self.fleet, self.ledger, routing, Policies(policy), random.Random(seed))
-        self.admission = Admission(self.fleet, planner, QueueConfig(max_requests=6))
+        self.planner = Planner(
+            self.fleet, self.ledger, routing, Policies(policy), random.Random(seed)
+        )
+        queue = QueueConfig(max_requests=6, shed_margin=shed_margin)
+        self.admission = Admission(self.fleet, self.planner, queue)
         self.listed = set(NAMES)
         self.tell_members()
         for name in NAMES:
@@ -80,7 +89,7 @@ class RouterMachine(RuleBasedStateMachine):
             self.planned.append(Planned(decision))
 
     def changed(self) -> None:
-        self.take(self.admission.pump("m"))
+        self.take(self.admission.pump("m", self.now))
 
     @rule(
         tokens=st.integers(1, 200),
@@ -88,6 +97,7 @@ class RouterMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         excluded=st.frozensets(st.sampled_from(NAMES), max_size=2),
         patience=st.none() | st.floats(0.1, 20),
+        key=st.sampled_from(["", "a", "b"]),
     )
     def submit(
         self,
@@ -96,20 +106,42 @@ class RouterMachine(RuleBasedStateMachine):
         priority: int,
         excluded: frozenset[str],
         patience: float | None,
+        key: str,
     ) -> None:
-        demand = Demand("r", "m", tokens, max_tokens, (1, 2), 16, excluded, priority)
+        demand = Demand("r", "m", tokens, max_tokens, (1, 2), 16, excluded, priority, fair_key=key)
         deadline = None if patience is None else self.now + patience
         try:
             result = self.admission.submit(demand, self.now, deadline)
         except OverloadedError:
-            assert len(self.waiters) == 6
+            assert len(self.waiters) == 6 or self.shed_margin
             return
         if isinstance(result, Decision):
             assert result.plan.decode.id not in excluded
             assert result.plan.prefill is None or result.plan.prefill.id not in excluded
             self.planned.append(Planned(result))
         else:
+            for waiter, _ in self.admission.take_shed():
+                assert not waiter.in_line
+                self.waiters.remove(waiter)
             self.waiters.append(result)
+
+    @rule(
+        policy=st.sampled_from(sorted(BUILT_IN)),
+        wait=st.floats(0, 5),
+        weights=st.sampled_from([(), ("a=3",), ("=0.5", "b=2")]),
+    )
+    def configure(self, policy: str, wait: float, weights: tuple[str, ...]) -> None:
+        routing = RoutingConfig(policy=policy, max_requests_per_worker=CAP)
+        self.planner.configure(routing, Policies(policy))
+        self.admission.configure(
+            QueueConfig(
+                max_requests=6,
+                wait_for_worker_seconds=wait,
+                shed_margin=self.shed_margin,
+                weights=weights,
+            )
+        )
+        self.take(self.admission.fleet_changed(self.now))
 
     @rule()
     def submit_unknown(self) -> None:
@@ -191,6 +223,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.now += seconds
         for waiter, _ in self.admission.expire(self.now):
             self.waiters.remove(waiter)
+        assert all(self.admission.expiry(waiter) > self.now for waiter in self.waiters)
 
     @invariant()
     def figures_equal_the_model(self) -> None:
@@ -212,6 +245,7 @@ class RouterMachine(RuleBasedStateMachine):
     def waiting_equals_the_model(self) -> None:
         if hasattr(self, "admission"):
             assert self.admission.waiting == len(self.waiters) <= 6
+            assert all(waiter.in_line for waiter in self.waiters)
         for worker in self.fleet.workers():
             assert worker.others >= 0
             assert worker.other_blocks >= 0
