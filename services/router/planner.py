@@ -258,11 +258,7 @@ class Planner:
             if requests >= (limit or worker.capacity or DEFAULT_MAX_REQUESTS):
                 continue
             size, queued = worker.block_size, held.prefill_blocks
-            holding = held.decode_blocks
-            if decodes:
-                holding += worker.other_blocks
-            else:  # what others have placed on a prefill worker is prompts
-                queued += worker.other_blocks
+            holding = held.decode_blocks + worker.other_blocks
             cached = hits_at(worker.seat, 0) * size if size == asked else 0
             uncached = prompt - cached
             evicted = 0

@@ -32,6 +32,13 @@ async def put(text: SharedText, content: str) -> None:
 async def test_the_last_text_stands_through_an_outage_and_changes_are_seen_after_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    noticed = asyncio.Event()
+
+    def note(_: logging.LogRecord) -> bool:
+        noticed.set()
+        return True
+
+    caplog.handler.addFilter(note)
     caplog.set_level(logging.WARNING)
     async with (
         asyncio.timeout(120),
@@ -47,6 +54,7 @@ async def test_the_last_text_stands_through_an_outage_and_changes_are_seen_after
             await text.read()
         with pytest.raises(UnavailableError):
             await text.write("lost", "0")
+        await noticed.wait()
         assert not change.done()
 
         await agent.start()

@@ -101,6 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
         for seat, told in self.seats.items():
             assert self.index.hashes(seat) == told.stored
             assert self.index.counts[seat] == len(told.stored)
+            assert self.index.stored(seat, range(21)) == leading(told.stored, list(range(21)))
 
     def teardown(self) -> None:
         for claim in [*self.left, *(c for t in self.seats.values() for c in t.claims)]:
