@@ -13,8 +13,8 @@ from kvmesh.errors import TransferError
 OnPulled = Callable[[str], None]
 """Called in the holder's event loop soon after a peer has copied an open ticket's blocks.
 
-Gets the ticket's id; the blocks can be freed. Of a peer that dies just then nothing is
-heard: whoever opens a ticket ends it by himself after a while.
+Gets the ticket's id, once; the blocks can be freed. Of a peer that dies just then nothing
+is heard: whoever opens a ticket ends it by himself after a while.
 """
 
 

@@ -3,8 +3,10 @@
 One word for each ticket, which holds the ticket's number while it is open. The holder
 clears it before it uses the blocks for anything else, so a peer that finds the number there
 *after* it has copied them knows that they were whole, without asking anybody. It then
-clears the word itself: a ticket is used once.
+clears the word itself: a ticket is used once, and its holder sees that it was.
 """
+
+import sys
 
 SLOTS = 1 << 15
 WORD_BYTES = 8
@@ -20,14 +22,14 @@ def slot_of(number: int) -> int:
 
 def word_of(number: int) -> bytes:
     """Return what is in the slot while the ticket is open."""
-    return number.to_bytes(WORD_BYTES, "little")
+    return number.to_bytes(WORD_BYTES, sys.byteorder)
 
 
 class Board:
     """The holder's side, over `BOARD_BYTES` of zeroed memory. Numbers are never used twice."""
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+        self._words = memory.cast("B").cast("Q")
         self._count = 0
         self._numbers: dict[str, int] = {}
         self._tickets: dict[int, str] = {}
@@ -44,9 +46,9 @@ class Board:
         oldest = self._tickets.get(number - SLOTS)
         if oldest is not None:
             self.close(oldest)
+        self._words[slot_of(number)] = number  # before `used` can look for it
         self._numbers[ticket_id] = number
         self._tickets[number] = ticket_id
-        self._write(number, word_of(number))
         return number
 
     def close(self, ticket_id: str) -> None:
@@ -54,12 +56,17 @@ class Board:
         number = self._numbers.pop(ticket_id, None)
         if number is not None:
             del self._tickets[number]
-            self._write(number, CLOSED)
+            self._words[slot_of(number)] = 0
 
     def ticket(self, number: int) -> str | None:
         """Return the open ticket of a number."""
         return self._tickets.get(number)
 
-    def _write(self, number: int, word: bytes) -> None:
-        at = slot_of(number) * WORD_BYTES
-        self._memory[at : at + WORD_BYTES] = word
+    def used(self) -> list[int]:
+        """Return the numbers of those open tickets that peers have used up; from any thread."""
+        words = self._words
+        return [number for number in tuple(self._tickets) if words[slot_of(number)] != number]
+
+    def release(self) -> None:
+        """Let go of the memory. Nothing but `ticket` may be called afterwards."""
+        self._words.release()

@@ -70,8 +70,8 @@ class LocalTransport:
         self._on_pulled = on_pulled
         self._copies: set[asyncio.Future[None]] = set()
         self._closed = False
-        self._board = Board(pool.board)
         self._desk = NoticeDesk(pool.epoch, self._hear)
+        self._board = Board(pool.board)
 
     @property
     def backend(self) -> str:
@@ -121,6 +121,7 @@ class LocalTransport:
             return
         self._closed = True
         self._desk.close()
+        self._board.release()
         while self._copies:
             await asyncio.wait(self._copies)
         self._pool.close()
@@ -128,6 +129,7 @@ class LocalTransport:
     def _hear(self, number: int) -> None:
         ticket_id = self._board.ticket(number)
         if ticket_id is not None:
+            self._board.close(ticket_id)
             self._on_pulled(ticket_id)
 
     def _check(self, peer: _Offer, remote: Sequence[int], local: Sequence[int]) -> _Offer:

@@ -45,9 +45,11 @@ class NixlTransport:
         self._closed = False
         self._words = np.zeros(BOARD_BYTES, np.uint8)
         self._board = Board(self._words.data)
-        board = self._words.ctypes.data
-        self._thread = AgentThread(f"kvmesh-{epoch}", region, board, clock, self._hear)
-        self._site = Site(epoch, region, board, self._thread.metadata)
+        words = self._words.ctypes.data
+        self._thread = AgentThread(
+            f"kvmesh-{epoch}", region, self._board, words, clock, self._on_used
+        )
+        self._site = Site(epoch, region, words, self._thread.metadata)
 
     @property
     def backend(self) -> str:
@@ -131,8 +133,9 @@ class NixlTransport:
             job.stuck = True
             raise StillWritingError("the holder stands still in the middle of a read", job.settled)
 
-    def _hear(self, numbers: Sequence[int]) -> None:
+    def _on_used(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             ticket_id = self._board.ticket(number)
             if ticket_id is not None and not self._closed:
+                self._board.close(ticket_id)
                 self._on_pulled(ticket_id)

@@ -5,7 +5,7 @@ NIXL raises its own exceptions, which share no base class; all become `TransferE
 
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,11 +162,10 @@ class Agent:
         with self._translated("the peer is gone"):
             self._agent.send_notif(name, message)
 
-    def receive(self) -> Sequence[tuple[str, bytes]]:
-        """Let peers' requests proceed; return messages as (sender, message)."""
+    def receive(self) -> bool:
+        """Let peers' requests proceed; return whether one has sent a message."""
         with self._translated("NIXL failed"):
-            received = self._agent.get_new_notifs()
-        return [(name, message) for name, each in received.items() for message in each]
+            return bool(self._agent.get_new_notifs())
 
     def close(self) -> None:
         """End the agent, and with it every read: nothing is written any more. Once only."""

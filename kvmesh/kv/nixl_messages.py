@@ -1,4 +1,4 @@
-"""What NIXL transports tell each other, as bytes: offers of a pool, and notices.
+"""What NIXL transports tell each other, as bytes: offers of a pool.
 
 Pure functions. Little endian; the revision counts changes of any of it.
 """
@@ -16,7 +16,6 @@ _MAGIC = b"KVNX"
 _REVISION = 2
 # magic, revision, kind, device, address, layout (2), board's address, number, bytes of the epoch
 _OFFER = struct.Struct("<4sBBIQQQQQH")
-_PULLED = struct.Struct("<cQ")  # kind, number
 _MAX_BLOCKS = (1 << 31) - 1  # NIXL counts descriptors in 32 bits
 _KINDS = ("DRAM", "VRAM")
 
@@ -73,15 +72,3 @@ def parse_offer(offer: bytes) -> tuple[Site, int]:
         return Site(offer[_OFFER.size : at].decode(), region, board, offer[at:]), number
     except (struct.error, ValueError, IndexError) as error:
         raise TicketError("the ticket does not describe a pool of the nixl transport") from error
-
-
-def pulled(number: int) -> bytes:
-    """Return the notice that the blocks of a number's ticket were copied."""
-    return _PULLED.pack(b"!", number)
-
-
-def parse_pulled(message: bytes) -> int | None:
-    """Return the number of a notice; None for a ping and for noise."""
-    if len(message) != _PULLED.size or not message.startswith(b"!"):
-        return None
-    return int(_PULLED.unpack(message)[1])

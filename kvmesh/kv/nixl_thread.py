@@ -1,8 +1,8 @@
-"""The thread that owns a NIXL agent: reads blocks, tells and hears, and sleeps in between.
+"""The thread that owns a NIXL agent: reads blocks, serves and sees peers, sleeps in between.
 
-NIXL moves nothing by itself: what peers want of this process, and what they tell it, waits
-until somebody calls. So the thread calls every 0.1 ms while something is going on and ever
-more rarely, down to once in 40 ms, when nothing is.
+NIXL moves nothing by itself: what peers want of this process waits until somebody calls, and
+which tickets they have used until somebody looks. So the thread does both every 0.1 ms while
+something is going on and ever more rarely, down to once in 40 ms, when nothing is.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from typing import Any
 
 from kvmesh.clock import Clock
 from kvmesh.errors import MeshError, TicketError, TransferError
+from kvmesh.kv.board import Board
 from kvmesh.kv.nixl_agent import Agent, Indices, Source, Transfer
-from kvmesh.kv.nixl_messages import PING, Region, Site, parse_pulled, pulled
+from kvmesh.kv.nixl_messages import PING, Region, Site
 
 log = logging.getLogger(__name__)
 
@@ -67,22 +68,26 @@ class Job:
     transfers: Iterator[Transfer] = field(default=iter(()), repr=False)
 
 
-OnHeard = Callable[[Sequence[int]], None]
-"""Gets the numbers of tickets whose blocks peers say they have copied, in the event loop."""
+OnUsed = Callable[[Sequence[int]], None]
+"""Gets the numbers of tickets that peers have used up, in the event loop; perhaps repeatedly."""
 
 
 class AgentThread:
     """Runs jobs until closed. Made in a running event loop, and used from it alone."""
 
     def __init__(
-        self, name: str, region: Region, board: int, clock: Clock, on_heard: OnHeard
+        self, name: str, region: Region, board: Board, words: int, clock: Clock, on_used: OnUsed
     ) -> None:
-        """Start the agent, which takes up to half a second. Raises `TransferError`."""
+        """Start the agent, which takes up to half a second. Raises `TransferError`.
+
+        `words` is the address of the board's memory.
+        """
         self._name = name
         self._region = region
         self._clock = clock
         self._board = board
-        self._on_heard = on_heard
+        self._words = words
+        self._on_used = on_used
         self._loop = asyncio.get_running_loop()
         # Bounded by the pulls in flight: at most two for each.
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -137,7 +142,7 @@ class AgentThread:
 
     def _main(self, started: "Future[Agent]") -> None:
         try:
-            agent = self._agent = Agent(self._name, self._region, self._board)
+            agent = self._agent = Agent(self._name, self._region, self._words)
         except Exception as error:  # noqa: BLE001 - top of a task: raised where it was made
             started.set_exception(error)
             return
@@ -170,14 +175,12 @@ class AgentThread:
         return min(max(idle * _IDLE_SHARE, _BUSY_SECONDS), _IDLE_SECONDS)
 
     def _listen(self) -> None:
-        numbers = []
-        for _, message in self._agent.receive():
+        """Serve peers, and see which tickets they have used."""
+        if self._agent.receive():
             self._active = self._clock.now()
-            number = parse_pulled(message)
-            if number is not None:
-                numbers.append(number)
-        if numbers:
-            self._in_loop(self._on_heard, numbers)
+        if used := self._board.used():
+            self._active = self._clock.now()
+            self._in_loop(self._on_used, used)
 
     def _start(self, job: Job) -> None:
         try:
@@ -250,11 +253,11 @@ class AgentThread:
             self._waken(job, peer)
         except TransferError as error:
             peer.broken = True
-            # After it was seen to be open, nothing is missing but the holder's hearing of it.
+            # After it was seen to be open, nothing is missing but the holder's knowing of it.
             self._finish(job, None if job.held else error)
 
     def _waken(self, job: Job, peer: _Peer) -> None:
-        """Make a holder attentive that keeps a pull waiting. Transfers wait for messages too."""
+        """Make a holder attentive that keeps a pull waiting. No more often: reads wait for that."""
         if not job.waited:
             job.waited = self._clock.now()
         elif self._clock.now() > job.waited + _PATIENCE_SECONDS:
@@ -275,12 +278,6 @@ class AgentThread:
         else:
             self._in_loop(_resolve, job.outcome, job.held)
         self._settle(job)
-        if job.held and not peer.broken:
-            try:
-                self._agent.send(peer.name, pulled(job.number))
-            except TransferError:
-                peer.broken = True
-                self._forget(peer)
 
     def _abandon(self, job: Job) -> None:
         job.abandoned = True  # seen by `_advance` when the transfer has ended

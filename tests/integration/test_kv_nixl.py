@@ -28,7 +28,7 @@ from kvmesh.errors import TicketError, TransferError
 from kvmesh.kv import nixl_agent
 from kvmesh.kv.base import KvTransport, PoolLayout, Pulled, StillWritingError
 from kvmesh.kv.nixl import NixlTransport
-from kvmesh.kv.nixl_messages import Region, Site, parse_offer, parse_pulled, pulled
+from kvmesh.kv.nixl_messages import Region, Site, parse_offer
 from kvmesh.kv.transports import open_host_pool
 from kvmesh.testing.engine import sim_engine, started
 from kvmesh.types import KvTicket, Sampling
@@ -460,11 +460,6 @@ class TestMessages:
         region = Region(PoolLayout(9, 4096), 2**47, "VRAM", 3)
         site = Site("epoch", region, 2**46, b"\0metadata")
         assert parse_offer(site.offer(2**40)) == (site, 2**40)
-        assert parse_pulled(pulled(2**40)) == 2**40
-
-    @pytest.mark.parametrize("noise", [b"", b".", b"!", b"?" * 9, b"!" * 10, b"!" * 8])
-    def test_noise_is_nothing(self, noise: bytes) -> None:
-        assert parse_pulled(noise) is None
 
     @pytest.mark.parametrize("kind", [2, 255])
     def test_pools_of_an_unknown_kind(self, kind: int) -> None:
