@@ -45,6 +45,7 @@ class ConsulDiscovery:
         self._rng = rng
         self._pace = pace or Pace()
         self._client = ConsulClient(config)
+        self._registrations: list[ConsulRegistration] = []
 
     async def __aenter__(self) -> Self:
         await self._client.__aenter__()
@@ -70,6 +71,7 @@ class ConsulDiscovery:
         registration = ConsulRegistration(self._client, describe, member, self._clock, self._rng)
         beat_seconds = self._config.consul_ttl_seconds / BEATS_PER_TTL
         keeper = asyncio.create_task(registration.run(beat_seconds), name=f"consul {member.id}")
+        self._registrations.append(registration)
         try:
             try:
                 await registration.stored()
@@ -77,6 +79,7 @@ class ConsulDiscovery:
                 _log.warning("%s; going on without", error)
             yield registration
         finally:
+            self._registrations.remove(registration)
             await registration.leave(keeper)
 
     async def watch(self) -> AsyncIterator[tuple[Member, ...]]:
@@ -141,4 +144,8 @@ class ConsulDiscovery:
         header, instances = await self._client.instances(service, cursor.index, wait)
         if not cursor.advance(header):
             roster.interrupt()
-        roster.observe(from_services(instances), self._clock.now())
+        now, beat_seconds = self._clock.now(), self._config.consul_ttl_seconds / BEATS_PER_TTL
+        since = now - self._config.consul_ttl_seconds
+        if any(each.troubled(beat_seconds, since) for each in self._registrations):
+            roster.doubt(now)
+        roster.observe(from_services(instances), now)

@@ -66,7 +66,8 @@ class Roster:
 
     After an interruption Consul may have come back empty, and processes need a moment to
     register again: entries that are just missing are kept for `grace` seconds. One that is
-    there and not alive is dead at once.
+    there and not alive is dead at once, unless Consul itself is in doubt: it was away or
+    frozen, and has kept heartbeats waiting.
     """
 
     def __init__(self, grace: float) -> None:
@@ -75,6 +76,7 @@ class Roster:
         self._missing: dict[tuple[str, str], float] = {}
         self._interrupted = False
         self._forgiving_until = float("-inf")
+        self._doubting_until = float("-inf")
 
     @property
     def entries(self) -> Iterable[Entry]:
@@ -90,17 +92,26 @@ class Roster:
         """Note that the connection broke or the index went back."""
         self._interrupted = True
 
+    def doubt(self, now: float) -> None:
+        """Note that Consul has kept heartbeats waiting: whom it thinks dead may not be."""
+        self._doubting_until = now + self._grace
+
     def observe(self, sightings: Iterable[Sighting], now: float) -> None:
         """Take an answer."""
         if self._interrupted:
             self._forgiving_until = now + self._grace
             self._interrupted = False
         seen = {sighting.key: sighting for sighting in sightings}
+        alive = {key: sighting.entry for key, sighting in seen.items() if sighting.alive}
         kept: dict[tuple[str, str], Entry] = {}
         missing: dict[tuple[str, str], float] = {}
-        for key in self._entries.keys() - seen.keys():
-            since = self._missing.get(key, now if now < self._forgiving_until else None)
+        for key in self._entries.keys() - alive.keys():
+            until = self._doubting_until
+            if key not in seen:
+                until = max(until, self._forgiving_until)
+            elif now >= until:
+                continue
+            since = self._missing.get(key, now if now < until else None)
             if since is not None and now - since < self._grace:
                 kept[key], missing[key] = self._entries[key], since
-        alive = {key: sighting.entry for key, sighting in seen.items() if sighting.alive}
         self._entries, self._missing = kept | alive, missing

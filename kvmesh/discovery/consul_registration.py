@@ -50,8 +50,19 @@ class ConsulRegistration:
         self._settled = 0
         self._is_stored = False
         self._leaving = False
+        self._asked_at: float | None = None
+        self._troubled_at = float("-inf")
         self._wake = asyncio.Event()
         self._progress = asyncio.Condition()
+
+    def troubled(self, seconds: float, since: float) -> bool:
+        """Return whether Consul let this process wait for so long, or failed it, since then.
+
+        It may think others dead, too, whose heartbeats it has kept waiting.
+        """
+        asked_at = self._asked_at
+        waits = asked_at is not None and self._clock.now() - asked_at >= seconds
+        return waits or self._troubled_at >= since
 
     async def set_state(self, state: State) -> None:
         """Store a new state. Raises UnavailableError after `STORE_SECONDS`; tries go on."""
@@ -74,8 +85,11 @@ class ConsulRegistration:
         failures = 0
         while not self._leaving:
             self._wake.clear()
+            self._asked_at = self._clock.now()
             try:
                 await self._step()
+                if self._clock.now() - self._asked_at >= beat_seconds:
+                    self._troubled_at = self._clock.now()
                 if failures:
                     _log.info("%s is registered with Consul again", self._entry.member.id)
                 failures = 0
@@ -83,6 +97,7 @@ class ConsulRegistration:
                 failures = self._failed(failures, error)
             except Exception as error:  # noqa: BLE001 - the top of a task that must not die
                 failures = self._failed(failures, error)
+            self._asked_at = None
             pause = backoff(failures, self._rng) if failures else beat_seconds
             await self._rest(pause)
 
@@ -144,6 +159,7 @@ class ConsulRegistration:
 
     def _failed(self, failures: int, error: Exception) -> int:
         self._is_stored = False
+        self._troubled_at = self._clock.now()
         level = logging.WARNING if failures == 0 else logging.DEBUG
         unexpected = None if isinstance(error, UnavailableError) else error
         message = "%s is not registered with Consul for now: %s"

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -124,6 +125,28 @@ async def test_a18_an_agent_that_restarts_empty_drops_nobody_and_knows_everybody
                 await agent.start()
                 await eventually(agent, config, [MEMBER.id])
                 await eventually(agent, config, [OTHER.id], Role.PREFILL)
+            later = replace(OTHER, id="prefill-z-1", address="127.0.0.1:7009")
+            async with discovery.register(later):
+                await watch.until(MEMBER, OTHER, later)
+            assert len(watch.history) == seen + 1
+
+
+async def test_a18_an_agent_that_was_frozen_drops_nobody() -> None:
+    async with ConsulAgent() as agent:
+        config = settings(agent.address)
+        async with (
+            opened(config) as (discovery, watch),
+            discovery.register(MEMBER),
+            MemberProcess(config, OTHER),
+        ):
+            await watch.until(MEMBER, OTHER)
+            seen = len(watch.history)
+            agent.signal(signal.SIGSTOP)
+            # By the agent's clock all are dead when it moves again.
+            await asyncio.sleep(1.5 * config.consul_ttl_seconds)
+            agent.signal(signal.SIGCONT)
+            await eventually(agent, config, [MEMBER.id])
+            await eventually(agent, config, [OTHER.id], Role.PREFILL)
             later = replace(OTHER, id="prefill-z-1", address="127.0.0.1:7009")
             async with discovery.register(later):
                 await watch.until(MEMBER, OTHER, later)

@@ -103,6 +103,21 @@ def test_what_is_seen_dead_is_not_kept_even_after_an_outage() -> None:
     assert names(roster) == set()
 
 
+def test_a18_whom_a_frozen_registry_thinks_dead_is_kept_for_the_grace_time() -> None:
+    roster = Roster(grace=10.0)
+    roster.observe([sighting("a"), sighting("b")], now=0.0)
+    roster.doubt(now=6.0)
+    roster.observe([sighting("a", alive=False), sighting("b", alive=False)], now=6.0)
+    assert names(roster) == {"a", "b"}
+    assert roster.is_holding
+    roster.observe([sighting("a"), sighting("b", alive=False)], now=7.0)
+    assert names(roster) == {"a", "b"}
+    roster.observe([sighting("a"), sighting("b", alive=False)], now=16.0)
+    assert names(roster) == {"a"}
+    roster.observe([sighting("a", alive=False)], now=17.0)
+    assert names(roster) == set()
+
+
 def test_grace_ends_for_entries_that_leave_later() -> None:
     roster = Roster(grace=10.0)
     roster.observe([sighting("a")], now=0.0)

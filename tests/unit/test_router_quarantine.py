@@ -168,7 +168,7 @@ def test_one_that_comes_back_and_fails_again_is_held_longer(rig: Rig, clock: Fak
     assert (D0, None) in rig.used()
 
 
-def test_a_request_that_told_nothing_lets_the_next_one_try(rig: Rig, clock: FakeClock) -> None:
+def test_a50_a_request_that_told_nothing_lets_the_next_one_try(rig: Rig, clock: FakeClock) -> None:
     rig.fail(Leg.DECODE, D0, times=4)
     clock.time += 1.01
     first = rig.on(D0)
@@ -193,7 +193,7 @@ def test_requests_that_were_there_before_do_not_decide_a_try(rig: Rig, clock: Fa
     assert rig.quarantine.held == ()
 
 
-def test_others_who_are_served_well_outweigh_one_who_fails(rig: Rig) -> None:
+def test_a50_others_who_are_served_well_outweigh_one_who_fails(rig: Rig) -> None:
     for _ in range(20):
         rig.work(D0, times=2)
         rig.fail(Leg.DECODE, D0)
@@ -270,7 +270,7 @@ def test_a_new_life_starts_afresh(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("waited", "held"), [(9.9, ()), (10.1, ((D0,),))])
-def test_a_timeout_counts_if_there_was_time_enough(
+def test_a50_a_timeout_counts_if_there_was_time_enough(
     rig: Rig, clock: FakeClock, waited: float, held: object
 ) -> None:
     planned = [rig.on(D0) for _ in range(4)]
