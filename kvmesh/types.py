@@ -242,7 +242,8 @@ class Load:
 
     Blocks are KV blocks of the worker's own block size. `ticket_blocks` and
     `ticket_bytes` are held for KV tickets nobody has pulled yet; they are part of
-    `used_blocks`. `received_bytes` counts KV pulled from other workers since start.
+    `used_blocks`. `received_bytes` counts KV pulled from other workers since start, and
+    `received_seconds` the time that took, pull by pull.
     """
 
     running: int = 0
@@ -252,6 +253,7 @@ class Load:
     ticket_blocks: int = 0
     ticket_bytes: int = 0
     received_bytes: int = 0
+    received_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

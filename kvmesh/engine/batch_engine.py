@@ -152,6 +152,7 @@ class BatchEngine(Generic[S]):
             ticket_blocks=handoff.ledger.blocks,
             ticket_bytes=handoff.ledger.byte_count,
             received_bytes=handoff.received_bytes,
+            received_seconds=handoff.received_seconds,
         )
 
     def check(self) -> None:

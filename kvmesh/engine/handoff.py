@@ -78,6 +78,7 @@ class Handoff:
     ) -> None:
         self.ledger = Ledger(terms.block_bytes)
         self.received_bytes = 0
+        self.received_seconds = 0.0
         self._terms = terms
         self._transport = transport
         self._clock = clock
@@ -161,6 +162,7 @@ class Handoff:
             offer.peer, offer.blocks[skip:], blocks, timeout=timeout
         )
         self.received_bytes += pulled.byte_count
+        self.received_seconds += pulled.seconds
 
     def close(self) -> None:
         """End all leases. Idempotent."""

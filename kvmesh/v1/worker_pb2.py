@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/worker.proto\x12\tkvmesh.v1\"@\n\x12WatchEventsRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\"q\n\x13WatchEventsResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.WorkerEvent\"\xea\x01\n\x0bWorkerEvent\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12)\n\x07removed\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12*\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.CacheClearedH\x00\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0b\x42lockHashes\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\"\x0e\n\x0c\x43\x61\x63heCleared\"\x9e\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x15\n\rticket_blocks\x18\x05 \x01(\r\x12\x14\n\x0cticket_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x07 \x01(\x04\"4\n\x10ReleaseKvRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"%\n\x11ReleaseKvResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xa7\x01\n\rWorkerService\x12N\n\x0bWatchEvents\x12\x1d.kvmesh.v1.WatchEventsRequest\x1a\x1e.kvmesh.v1.WatchEventsResponse0\x01\x12\x46\n\tReleaseKv\x12\x1b.kvmesh.v1.ReleaseKvRequest\x1a\x1c.kvmesh.v1.ReleaseKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/worker.proto\x12\tkvmesh.v1\"@\n\x12WatchEventsRequest\x12\x17\n\x0fschema_revision\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\"q\n\x13WatchEventsResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.kvmesh.v1.WorkerEvent\"\xea\x01\n\x0bWorkerEvent\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12(\n\x06stored\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12)\n\x07removed\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.BlockHashesH\x00\x12*\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x17.kvmesh.v1.CacheClearedH\x00\x12%\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvmesh.v1.WorkerLoadH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0b\x42lockHashes\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\"\x0e\n\x0c\x43\x61\x63heCleared\"\xb8\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x15\n\rticket_blocks\x18\x05 \x01(\r\x12\x14\n\x0cticket_bytes\x18\x06 \x01(\x04\x12\x16\n\x0ereceived_bytes\x18\x07 \x01(\x04\x12\x18\n\x10received_seconds\x18\x08 \x01(\x01\"4\n\x10ReleaseKvRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\t\"%\n\x11ReleaseKvResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xa7\x01\n\rWorkerService\x12N\n\x0bWatchEvents\x12\x1d.kvmesh.v1.WatchEventsRequest\x1a\x1e.kvmesh.v1.WatchEventsResponse0\x01\x12\x46\n\tReleaseKv\x12\x1b.kvmesh.v1.ReleaseKvRequest\x1a\x1c.kvmesh.v1.ReleaseKvResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,11 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHECLEARED']._serialized_start=486
   _globals['_CACHECLEARED']._serialized_end=500
   _globals['_WORKERLOAD']._serialized_start=503
-  _globals['_WORKERLOAD']._serialized_end=661
-  _globals['_RELEASEKVREQUEST']._serialized_start=663
-  _globals['_RELEASEKVREQUEST']._serialized_end=715
-  _globals['_RELEASEKVRESPONSE']._serialized_start=717
-  _globals['_RELEASEKVRESPONSE']._serialized_end=754
-  _globals['_WORKERSERVICE']._serialized_start=757
-  _globals['_WORKERSERVICE']._serialized_end=924
+  _globals['_WORKERLOAD']._serialized_end=687
+  _globals['_RELEASEKVREQUEST']._serialized_start=689
+  _globals['_RELEASEKVREQUEST']._serialized_end=741
+  _globals['_RELEASEKVRESPONSE']._serialized_start=743
+  _globals['_RELEASEKVRESPONSE']._serialized_end=780
+  _globals['_WORKERSERVICE']._serialized_start=783
+  _globals['_WORKERSERVICE']._serialized_end=950
 # @@protoc_insertion_point(module_scope)

@@ -51,7 +51,7 @@ class CacheCleared(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("running", "waiting", "used_blocks", "total_blocks", "ticket_blocks", "ticket_bytes", "received_bytes")
+    __slots__ = ("running", "waiting", "used_blocks", "total_blocks", "ticket_blocks", "ticket_bytes", "received_bytes", "received_seconds")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class WorkerLoad(_message.Message):
     TICKET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TICKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     used_blocks: int
@@ -66,7 +67,8 @@ class WorkerLoad(_message.Message):
     ticket_blocks: int
     ticket_bytes: int
     received_bytes: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., used_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., ticket_blocks: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+    received_seconds: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., used_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., ticket_blocks: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseKvRequest(_message.Message):
     __slots__ = ("ticket_id", "epoch")

@@ -42,6 +42,13 @@ DEFAULT_MAX_CACHED_BLOCKS = 1 << 20
 """Hashes remembered of a worker that does not say how many blocks it has (~100 MB)."""
 
 
+MEASURABLE_BYTES = 1 << 20
+"""KV moved between two reports that tells how quickly it moves: of less, waiting is the most."""
+
+NEWS = 0.25
+"""How far one report moves that figure."""
+
+
 class Applied(Enum):
     """What became of a message of a worker's event stream."""
 
@@ -72,6 +79,7 @@ class Fleet:
         self.quarantine = quarantine
         """Which workers are left alone for a while; None: nobody ever is."""
         self._token_bytes: dict[str, float] = {}
+        self._byte_seconds: dict[str, float] = {}
 
     def update(self, members: Iterable[Member]) -> None:
         """Take over a membership snapshot.
@@ -202,6 +210,10 @@ class Fleet:
         """Return how large a token's KV is, as tickets were reported; 0: none was yet."""
         return self._token_bytes.get(model, 0.0)
 
+    def byte_seconds(self, model: str) -> float:
+        """Return how long a byte of KV takes between workers, as these tell; 0: not known."""
+        return self._byte_seconds.get(model, 0.0)
+
     def computed(self, life: Life, tokens: float, seconds: float) -> None:
         """Learn from how long a life had for a prompt and what was queued before it."""
         worker = self.find(life)
@@ -243,6 +255,7 @@ class Fleet:
                 self._remember(worker, hashes)
 
     def _take_load(self, worker: WorkerState, load: Load) -> None:
+        self._measure(worker.member.model, worker.load, load)
         worker.load = load
         reported = load.running + load.waiting
         worker.others = max(0, reported - self._ledger.held(worker.life).present)
@@ -251,6 +264,15 @@ class Fleet:
         if load.ticket_blocks:
             tokens = load.ticket_blocks * worker.block_size
             self._token_bytes[worker.member.model] = load.ticket_bytes / tokens
+
+    def _measure(self, model: str, before: Load, load: Load) -> None:
+        """Learn how quickly KV moves, from pulls that are mostly moving."""
+        moved = load.received_bytes - before.received_bytes
+        seconds = load.received_seconds - before.received_seconds
+        if moved >= MEASURABLE_BYTES and seconds > 0:
+            known = self._byte_seconds.get(model)
+            each = seconds / moved
+            self._byte_seconds[model] = each if known is None else known + NEWS * (each - known)
 
     def _remember(self, worker: WorkerState, hashes: Sequence[int]) -> None:
         if worker.index is not None and worker.recent is None:

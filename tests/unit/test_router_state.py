@@ -391,3 +391,16 @@ def test_the_size_of_kv_is_read_from_tickets(fleet: Fleet) -> None:
     tell(fleet, D0, 2, [Load()])
 
     assert fleet.token_bytes("m") == 2000
+
+
+def test_the_pace_of_kv_is_learned_from_pulls(fleet: Fleet) -> None:
+    mega = 1 << 20
+    tell(fleet, D0, 1, [Load(received_bytes=4 * mega, received_seconds=0.004)])
+    first = fleet.byte_seconds("m")
+    assert first * mega == pytest.approx(0.001)
+    tell(fleet, D0, 2, [Load(received_bytes=8 * mega, received_seconds=0.012)])
+    assert fleet.byte_seconds("m") * mega == pytest.approx(0.00125)
+    # Small pulls are mostly waiting, and a worker that tells no times tells nothing.
+    tell(fleet, D0, 3, [Load(received_bytes=8 * mega + 1000, received_seconds=0.5)])
+    tell(fleet, D0, 4, [Load(received_bytes=99 * mega, received_seconds=0.5)])
+    assert fleet.byte_seconds("m") * mega == pytest.approx(0.00125)

@@ -183,6 +183,7 @@ class VllmEngine:
             ticket_blocks=self._ledger.blocks,
             ticket_bytes=self._ledger.bytes,
             received_bytes=self._gauge.received_bytes,
+            received_seconds=self._gauge.received_seconds,
         )
 
     @property

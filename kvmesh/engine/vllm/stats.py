@@ -18,6 +18,7 @@ class Gauge:
         self.waiting = 0
         self.kv_usage = 0.0
         self.received_bytes = 0
+        self.received_seconds = 0.0
         self.expired_leases = 0
         self.preemptions = 0
 
@@ -27,6 +28,7 @@ class Gauge:
         self.kv_usage = scheduler.kv_cache_usage
         transfers: Mapping[str, list[Any]] = scheduler.kv_connector_stats or {}
         self.received_bytes += int(sum(transfers.get("bytes_transferred", ())))
+        self.received_seconds += float(sum(transfers.get("transfer_duration", ())))
         self.expired_leases += len(transfers.get("num_kv_expired_reqs", ()))
         for request_id in transfers.get(ENDED_KEY, ()):
             self._on_ended(request_id)
