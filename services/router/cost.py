@@ -64,7 +64,8 @@ class CostConfig:
         default=2.0, metadata={"help": "milliseconds of a KV hand-off of any size", "min": 0.0}
     )
     transfer_gb_per_second: float = field(
-        default=1.0, metadata={"help": "gigabytes of KV moved per second", "min": 0.001}
+        default=1.0,
+        metadata={"help": "gigabytes of KV moved per second, until workers tell", "min": 0.001},
     )
     kv_bytes_per_token: float = field(
         default=65536.0,
@@ -148,13 +149,12 @@ def placement_seconds(works: Iterable[Work], costs: CostConfig) -> list[float]:
     ]
 
 
-def transfer_seconds(tokens: float, token_bytes: float, costs: CostConfig) -> float:
+def transfer_seconds(tokens: float, token_seconds: float, costs: CostConfig) -> float:
     """Return how long a prompt's KV takes from one worker to another.
 
-    fixed part + tokens x bytes per token / bandwidth.
+    fixed part + tokens x seconds for each.
     """
-    moved = tokens * token_bytes / (costs.transfer_gb_per_second * GIGA)
-    return costs.transfer_ms / 1000 + moved
+    return costs.transfer_ms / 1000 + tokens * token_seconds
 
 
 def local_prefill_seconds(
@@ -192,7 +192,7 @@ def remote_prefill_seconds(work: Work, waiting: float, costs: CostConfig) -> flo
 
 
 def remote_decode_seconds(
-    works: Iterable[Work], requests: Iterable[float], token_bytes: float, costs: CostConfig
+    works: Iterable[Work], requests: Iterable[float], token_seconds: float, costs: CostConfig
 ) -> list[float]:
     """Return what decoding on each of many workers costs, of a prompt computed elsewhere.
 
@@ -201,7 +201,7 @@ def remote_decode_seconds(
     there, and is decoded beside all the `requests`, those to come included.
     """
     per_request, per_token = costs.decode_us_per_request, costs.decode_us_per_token
-    moved_us = token_bytes / (costs.transfer_gb_per_second * GIGA) / MICRO
+    moved_us = token_seconds / MICRO
     return [
         MICRO
         * (

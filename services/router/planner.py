@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 
 from kvmesh.types import Plan, Role
 from services.router.audit import NO_CLAIM, CacheClaim
-from services.router.cost import CostConfig, Work
+from services.router.cost import GIGA, CostConfig, Work
 from services.router.plugins import Policies
 from services.router.policies import KvAware
 from services.router.policy import Candidate, Demand, Policy
@@ -325,6 +325,8 @@ class Planner:
         """
         costs = self._config.cost
         token_bytes = self._fleet.token_bytes(demand.model) or costs.kv_bytes_per_token
+        configured = 1 / (costs.transfer_gb_per_second * GIGA)
+        token_seconds = token_bytes * (self._fleet.byte_seconds(demand.model) or configured)
         fitting = [picked]
         if isinstance(self._policy(demand.model, Role.DECODE), KvAware):
             layout, quarantine = picked.worker.member.layout_fingerprint, self._fleet.quarantine
@@ -334,7 +336,7 @@ class Planner:
                 if each.worker.member.layout_fingerprint == layout
                 and (quarantine is None or quarantine.partners(each.worker.life, [prefill.worker]))
             ]
-        chosen = split(fitting, prefill, token_bytes, costs, self._rng)
+        chosen = split(fitting, prefill, token_seconds, costs, self._rng)
         return (chosen.remote, prefill) if chosen.remotely else (chosen.local, None)
 
     def _policy(self, model: str, role: Role) -> Policy:

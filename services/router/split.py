@@ -37,13 +37,13 @@ class Split:
 def split(
     candidates: Sequence[Candidate],
     prefill: Candidate,
-    token_bytes: float,
+    token_seconds: float,
     costs: CostConfig,
     rng: random.Random,
 ) -> Split:
     """Price both ways with the one decode worker given, or the best of several.
 
-    What is uncached on the decode worker is moved, `token_bytes` for each token. Equals are
+    What is uncached on the decode worker is moved, in `token_seconds` each token. Equals are
     drawn by lot.
     """
     works = [candidate.work for candidate in candidates]
@@ -51,13 +51,13 @@ def split(
     wait = first_token_seconds(prefill.work)
     local = local_prefill_seconds(works, requests, wait, costs)
     here = _lowest(local, rng)
-    there = _lowest(remote_decode_seconds(works, requests, token_bytes, costs), rng)
+    there = _lowest(remote_decode_seconds(works, requests, token_seconds, costs), rng)
     return Split(
         candidates[here],
         candidates[there],
         local[here],
         remote_prefill_seconds(prefill.work, prefill.requests, costs)
-        + transfer_seconds(works[there].uncached, token_bytes, costs),
+        + transfer_seconds(works[there].uncached, token_seconds, costs),
     )
 
 

@@ -29,7 +29,6 @@ COSTS = CostConfig(
     blocking=1,
     eviction=0.5,
     transfer_ms=2,
-    transfer_gb_per_second=2,
 )
 AMOUNT = st.integers(0, 100_000)
 WORK = st.builds(Work, AMOUNT, AMOUNT, AMOUNT, AMOUNT, AMOUNT, AMOUNT, st.floats(1, 1e4))
@@ -68,8 +67,8 @@ def test_what_is_evicted_is_partly_computed_again() -> None:
     assert eviction_seconds(work(evicted=1000), COSTS) == pytest.approx(0.05)
 
 
-def test_a_transfer_takes_its_latency_and_its_bytes_over_the_bandwidth() -> None:
-    assert transfer_seconds(1000, 1e6, COSTS) == pytest.approx(0.002 + 0.5)
+def test_a_transfer_takes_its_latency_and_its_time_per_token() -> None:
+    assert transfer_seconds(1000, 5e-4, COSTS) == pytest.approx(0.002 + 0.5)
 
 
 @given(st.lists(WORK, max_size=5))
@@ -122,6 +121,6 @@ def test_a_prefill_worker_is_as_good_as_its_line_is_short() -> None:
 
 def test_decoding_of_what_another_computed_waits_for_local_prompts_and_the_transfer() -> None:
     busy = work(uncached=1000, queued=500, decoding=2, held_tokens=1000, completion=100)
-    (seconds,) = remote_decode_seconds([busy], [10], 1e6, COSTS)
+    (seconds,) = remote_decode_seconds([busy], [10], 5e-4, COSTS)
 
     assert seconds == pytest.approx(0.05 + 100 * (200 + 500) * 1e-6 + 0.5)

@@ -10,7 +10,7 @@ from services.router.policy import Candidate
 from services.router.split import Split, split
 from services.router.worker import WorkerState
 
-COSTS = CostConfig(transfer_ms=2, transfer_gb_per_second=2, pause_seconds=0.1, stall=0.25)
+COSTS = CostConfig(transfer_ms=2, pause_seconds=0.1, stall=0.25)
 
 
 def candidate(name: str, requests: int = 0, **figures: float) -> Candidate:
@@ -20,8 +20,8 @@ def candidate(name: str, requests: int = 0, **figures: float) -> Candidate:
     return Candidate(worker, 0.0, count, 0, Work(**(idle | figures)))
 
 
-def choose(decode: list[Candidate], prefill: Candidate, costs: CostConfig = COSTS) -> Split:
-    return split(decode, prefill, 1000, costs, random.Random(1))
+def choose(decode: list[Candidate], prefill: Candidate, token_seconds: float = 5e-7) -> Split:
+    return split(decode, prefill, token_seconds, COSTS, random.Random(1))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_prompt_is_prefilled_where_that_costs_less(
 
 
 def test_a_slow_network_keeps_prompts_where_they_are() -> None:
-    slow = CostConfig(transfer_gb_per_second=0.00001, pause_seconds=0.1)
     busy = candidate("d0", uncached=1000, decoding=40)
 
-    assert not choose([busy], candidate("p0", uncached=1000), slow).remotely
+    assert choose([busy], candidate("p0", uncached=1000)).remotely
+    assert not choose([busy], candidate("p0", uncached=1000), token_seconds=0.1).remotely
 
 
 def test_each_way_has_the_decode_worker_that_suits_it() -> None:
@@ -74,6 +74,6 @@ def test_equals_are_drawn_by_lot() -> None:
     idle = [candidate(f"d{number}", uncached=1000) for number in range(4)]
     rng = random.Random(1)
     prefill = candidate("p0", uncached=1000)
-    drawn = {split(idle, prefill, 1000, COSTS, rng).local.id for _ in range(50)}
+    drawn = {split(idle, prefill, 5e-7, COSTS, rng).local.id for _ in range(50)}
 
     assert len(drawn) == 4

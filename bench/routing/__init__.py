@@ -1,0 +1,1 @@
+"""A mesh in virtual time: the router's own code over simulated workers."""
