@@ -281,12 +281,20 @@ async def test_events_that_are_lost_are_noticed_and_asked_for_again(
         await disturbed(mesh, lose)
 
 
-OUTAGES = [6.0, pytest.param(60.0, marks=pytest.mark.slow)]
+OUTAGES = [
+    ("sim", 6.0, False),
+    ("sim", 6.0, True),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            ("sim", 60.0, True),
+            ("torch", 60.0, False),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seconds", OUTAGES)
-@pytest.mark.parametrize("frozen", [False, True], ids=["killed", "frozen"])
+@pytest.mark.parametrize(("engine", "seconds", "frozen"), OUTAGES)
 async def test_consul_that_is_away_loses_no_request(
     tmp_path: Path, engine: str, seconds: float, frozen: bool
 ) -> None:
