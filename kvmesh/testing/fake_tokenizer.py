@@ -45,6 +45,8 @@ class FakeTokenizer(Fake):
     def __init__(self, model: str = MODEL) -> None:
         super().__init__(model=model)
         self.hold: asyncio.Event | None = None
+        self.unfinished = False
+        """Whether texts are never finished."""
         self.texts: dict[tuple[int, int], _FakeText] = {}
         self.detokenizes: list[Any] = []
 
@@ -94,7 +96,7 @@ class FakeTokenizer(Fake):
             text = self.texts.get((id(stream.outbox), delta.stream_id))
             if text is not None and text.push(delta):
                 del self.texts[id(stream.outbox), delta.stream_id]
-        for stream_id in message.finishes:
+        for stream_id in () if self.unfinished else message.finishes:
             text = self.texts.pop((id(stream.outbox), stream_id), None)
             if text is not None:
                 text.finish()

@@ -27,12 +27,33 @@ class Piece:
     prompt_logprobs: tuple[TextLogprob, ...] = ()
 
 
+@dataclass(slots=True)
+class _Sent:
+    """How much of a text has been read: characters, and tokens with log probabilities."""
+
+    chars: int = 0
+    entries: int = 0
+
+    def add(self, text: str, entries: tuple[TextLogprob, ...]) -> None:
+        self.chars += len(text)
+        self.entries += len(entries)
+
+    def cut(
+        self, text: str, entries: tuple[TextLogprob, ...]
+    ) -> tuple[str, tuple[TextLogprob, ...]]:
+        """Return what is beyond this much of what comes next; the rest is used up."""
+        chars, known = min(self.chars, len(text)), min(self.entries, len(entries))
+        self.chars -= chars
+        self.entries -= known
+        return text[chars:], entries[known:]
+
+
 class Answer:
     """Joins what generates the tokens of a choice and what turns them into text.
 
     `feed`, `feed_prompt` and `end` are called by streams' readers: they don't block and
     don't raise. A generation that fails makes `next` raise; another one may then go on
-    from the tokens that came.
+    from the tokens that came. When the text is `lost`, tokens are kept for the next one.
     """
 
     def __init__(
@@ -61,6 +82,10 @@ class Answer:
         self._hides_last = request.keep_special and not request.include_stop
         self._hidden = frozenset(() if request.include_stop else request.sampling.stop_token_ids)
         self._held: tuple[list[int], list[TokenLogprob]] = ([], [])
+        self._rows: list[TokenLogprob] = []
+        self._missed: MeshError | None = None  # what no text was there to be interrupted by
+        self._sent = _Sent()
+        self._skip: _Sent | None = None
 
     @property
     def received(self) -> int:
@@ -74,18 +99,39 @@ class Answer:
 
     @property
     def open(self) -> bool:
-        """Whether the text can still take tokens."""
-        return self._text.stream.is_live(self._text.stream_id)
+        """Whether the text can still take tokens; they are kept where it is lost."""
+        return self._text.stream.is_live(self._text.stream_id) or self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether the text's stream has broken: `reopen` it."""
+        return self._text.stream.broken is not None
+
+    def reopen(self, text: TextCall) -> None:
+        """Go on with another text, of all tokens so far. What was read of it is left out."""
+        self._text.leave()
+        self._text = text
+        self._skip = replace(self._sent)
+        self._held = ([], [])
+        self._pass_on(self.token_ids, self._rows)
+        missed, self._missed = self._missed, None
+        if self._generated is not None:
+            self._finish(self._generated)
+        elif missed is not None:
+            text.interrupt(missed)
+
+    def leave(self) -> None:
+        """Cancel the text, if it has not ended."""
+        self._text.leave()
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Take the next tokens, one or more, with theirs if these were asked for."""
         if not self.token_ids:
             self._first()
         self.token_ids += token_ids
-        if self._hides_last or self._hidden:
-            token_ids, logprobs = self._hold_back(token_ids, logprobs)
-        if token_ids:
-            self._text.feed(token_ids, logprobs)
+        if logprobs:
+            self._rows += logprobs
+        self._pass_on(token_ids, logprobs)
 
     def feed_prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Take log probabilities of the prompt's next tokens."""
@@ -109,17 +155,17 @@ class Answer:
         """Take the end of a generation."""
         if isinstance(outcome, MeshError):
             self._prompt_rows = []  # another attempt sends them all again
-            self._text.interrupt(outcome)
+            self.interrupt(outcome)
             return
         self._generated = outcome
-        ids, logprobs = self._held
-        if ids and outcome.finish_reason is not FinishReason.STOP:
-            self._text.feed(ids, logprobs)
-        self._text.finish()
+        self._finish(outcome)
 
     def interrupt(self, error: MeshError) -> None:
         """Make `next` raise `error`, after what has come."""
-        self._text.interrupt(error)
+        if self.lost:
+            self._missed = error
+        else:
+            self._text.interrupt(error)
 
     async def next(self) -> Piece:
         """Wait for text, or for the end; everything that is ready makes one piece.
@@ -136,11 +182,28 @@ class Answer:
                 entries = texts[0].logprobs if len(texts) == 1 else ()
                 if len(texts) > 1:
                     entries = tuple([entry for t in texts for entry in t.logprobs])
+                if self._skip is not None:
+                    text, entries = self._skip.cut(text, entries)
+                    if end is None and not text and not entries:
+                        continue
+                self._sent.add(text, entries)
                 if self.shift and entries:
                     entries = tuple([replace(e, offset=e.offset + self.shift) for e in entries])
                 return Piece(
                     text, count, self.completion, self._index, entries, self._prompt_tokens
                 )
+
+    def _pass_on(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if self._hides_last or self._hidden:
+            token_ids, logprobs = self._hold_back(token_ids, logprobs)
+        if token_ids:
+            self._text.feed(token_ids, logprobs)
+
+    def _finish(self, generated: Completion) -> None:
+        ids, logprobs = self._held
+        if ids and generated.finish_reason is not FinishReason.STOP:
+            self._text.feed(ids, logprobs)
+        self._text.finish()
 
     def _hold_back(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]

@@ -21,6 +21,7 @@ from kvmesh.errors import (
     UnavailableError,
 )
 from kvmesh.rpc import clients
+from kvmesh.rpc.peer import Peer
 from kvmesh.telemetry import Span, Tracer
 from kvmesh.types import Encoded, KvTicket
 from services.frontend.answer import Answer, Piece
@@ -148,9 +149,17 @@ class Pipeline:
                                     choice.echoed = True
                                     yield choice.sent(first)
                                 while choice.completion is None:
-                                    yield choice.sent(await answer.next())
+                                    try:
+                                        piece = await answer.next()
+                                    except UnavailableError as error:
+                                        self._reopen(choice, model, error)
+                                    else:
+                                        yield choice.sent(piece)
                     except MeshError as error:
-                        choice.retry(error, self._limits.attempts)
+                        if answer.lost and isinstance(error, UnavailableError):
+                            self._reopen(choice, model, error)
+                        else:
+                            choice.retry(error, self._limits.attempts)
 
     @contextmanager
     def _observed(self, request: Request, explanation: Explanation | None) -> Iterator[Run]:
@@ -180,16 +189,7 @@ class Pipeline:
     def _detokenize(self, choice: Choice) -> Iterator[Answer]:
         """Open the text. It ends with the block, or with an error at the deadline."""
         run, request = choice.run, choice.run.request
-        text = clients.detokenize(
-            choice.source.tokenizer,
-            request.model,
-            run.context(run.span),
-            self._clock,
-            stop=request.stop,
-            include_stop=request.include_stop,
-            keep_special=request.keep_special,
-            min_tokens=request.sampling.min_tokens,
-        )
+        text = self._text(choice, choice.source.tokenizer)
         prompt_tokens = len(choice.source.encoded.token_ids)
         answer = Answer(text, request, prompt_tokens, choice.first_token, choice.index)
         choice.answer = answer
@@ -200,7 +200,33 @@ class Pipeline:
             yield answer
         finally:
             timer.cancel()
-            text.leave()
+            answer.leave()
+
+    def _text(self, choice: Choice, tokenizer: Peer) -> clients.TextCall:
+        run, request = choice.run, choice.run.request
+        return clients.detokenize(
+            tokenizer,
+            request.model,
+            run.context(run.span),
+            self._clock,
+            stop=request.stop,
+            include_stop=request.include_stop,
+            keep_special=request.keep_special,
+            min_tokens=request.sampling.min_tokens,
+        )
+
+    def _reopen(self, choice: Choice, model: Model, error: UnavailableError) -> None:
+        """Go on with another tokenizer, while tokens are generated; raise where that's no help."""
+        answer = choice.answer
+        if answer is None or not answer.lost:
+            raise error  # it was the generation that failed
+        choice.lose_tokenizer(error, self._limits.attempts)
+        for tokenizer in self._fleet.tokenizers(model):
+            if tokenizer not in choice.lost:
+                choice.tokenizer = tokenizer
+                answer.reopen(self._text(choice, tokenizer))
+                return
+        raise error
 
     async def _prefill(
         self, choice: Choice, placement: Placement, answer: Answer

@@ -131,6 +131,10 @@ class Choice:
         self.sampling = self._sampling(index % request.n)
         self.excluded: list[Worker] = []
         """Workers that failed this choice."""
+        self.tokenizer = source.tokenizer
+        """Where its text is made."""
+        self.lost: list[Peer] = []
+        """Where it was made before, until they were lost."""
         self.local = self.sampling.prompt_logprobs is not None
         """Whether decode is to prefill by itself, whatever the plan says."""
         self.answer: Answer | None = None
@@ -199,6 +203,14 @@ class Choice:
         if self._first_token is not None and count > 1:
             elapsed = self.run.clock.now() - self._first_token
             self.run.lane.per_token(elapsed / (count - 1))
+
+    def lose_tokenizer(self, error: MeshError, attempts: int) -> None:
+        """Note that where the text is made is gone; raise what it failed with after so many."""
+        self.lost.append(self.tokenizer)
+        if len(self.lost) >= attempts:
+            raise error
+        self.run.metrics.retried(Step.TOKENIZE, migrates=True)
+        log.info("request %s: its tokenizer is lost, going on elsewhere", self.run.request.id)
 
     def retry(self, error: MeshError, attempts: int) -> None:
         """Return if a further attempt may do better; raise what failed if not.

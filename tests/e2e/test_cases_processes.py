@@ -99,6 +99,40 @@ async def test_a_stream_outlives_its_decode_workers(state: Path, engine: str, pr
         assert metrics["kvmesh_migrations_total"] == 2
 
 
+async def test_streams_outlive_a_tokenizer(state: Path) -> None:
+    flags = ("--engine", "sim", "--prefill", "0", "--tokenizer", "2")
+    async with cluster(state, *flags, *SLOW_STEPS) as mesh, mesh.client() as client:
+        model = await model_of(client)
+        victim, _ = await mesh.of("tokenizer")
+        begun = asyncio.Semaphore(0)
+
+        async def streamed(wanted: dict[str, Any]) -> tuple[str, list[str]]:
+            text, tokens = "", []
+            async with client.stream("POST", "/v1/completions", json=wanted) as response:
+                async for line in response.aiter_lines():
+                    assert '"error"' not in line
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line[6:])["choices"]
+                        text += choice["text"]
+                        tokens += choice["logprobs"]["tokens"] if choice["logprobs"] else ()
+                        begun.release()
+            return text, tokens
+
+        asked = [
+            body(model, prompt=f"story {number}", max_tokens=60, stream=True, **more)
+            for number, more in enumerate(({}, {"logprobs": 2}, {"stop": ["zzz"]}, {"echo": True}))
+        ]
+        alone = [await streamed(wanted) for wanted in asked]
+        begun = asyncio.Semaphore(0)
+        together = [asyncio.create_task(streamed(wanted)) for wanted in asked]
+        for _ in range(20):
+            await begun.acquire()
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert await asyncio.gather(*together) == alone
+        (frontend,) = await mesh.of("frontend")
+        assert (await mesh.metrics(frontend))["kvmesh_migrations_total"] >= 1
+
+
 async def test_a03_with_nobody_left_the_status_says_so(state: Path) -> None:
     async with (
         cluster(state, "--engine", "sim", "--prefill", "0", *SLOW_STEPS) as mesh,

@@ -310,6 +310,67 @@ async def test_tokenizer_that_is_gone_is_passed_over(mesh: FakeMesh) -> None:
         assert text(await ask(mesh)) == "Hello, world!"
 
 
+async def in_two_parts(fake: FakeDecode, start: Any, emit: fakes.Emit) -> FinishReason:
+    """Emit a part of the answer, and the rest when the test opens the gate."""
+    ids = fake.answer.encode()
+    emit(ids[:5])
+    await fake.gate.wait()
+    for token in ids[5:]:
+        emit([token])
+        await asyncio.sleep(0)
+    return FinishReason.STOP
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["wor"]}], ids=str)
+async def test_tokenizer_that_dies_mid_stream_is_not_noticed(
+    mesh: FakeMesh, more: dict[str, Any]
+) -> None:
+    other = FakeTokenizer()
+    node = await mesh.mesh.start(other.role, other.app)
+    mesh.decode.script = in_two_parts
+    body = {"model": MODEL, "prompt": "x", "stream": True, **more}
+    async with streaming(mesh, body) as lines:
+        seen = [await anext(lines)]
+        await (mesh.node(mesh.tokenizer) if mesh.tokenizer.texts else node).kill()
+        mesh.decode.gate.set()
+        seen += [line async for line in lines]
+    assert "error" not in "".join(seen)
+    assert seen[-2] == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in seen if line.startswith("data: {")]
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == ("Hello, " if "stop" in more else "Hello, world!")
+    told = [event["choices"][0]["logprobs"] for event in events]
+    if "logprobs" in more:
+        assert "".join(t for each in told if each for t in each["tokens"]) == text
+        offsets = [at for each in told if each for at in each["text_offset"]]
+        assert offsets == list(range(len(text)))
+    assert len(mesh.decode.starts) == 1  # it was not disturbed
+    await mesh.decode.until(lambda: mesh.decode.live == 0)
+
+
+async def test_tokenizer_that_dies_after_the_last_token_is_not_noticed(mesh: FakeMesh) -> None:
+    other = FakeTokenizer()
+    node = await mesh.mesh.start(other.role, other.app)
+    for tokenizer in (mesh.tokenizer, other):
+        tokenizer.unfinished = True
+    asking = asyncio.create_task(ask(mesh))
+    await mesh.decode.until(lambda: bool(mesh.decode.starts) and mesh.decode.live == 0)
+    used = mesh.node(mesh.tokenizer) if mesh.tokenizer.texts else node
+    for tokenizer in (mesh.tokenizer, other):
+        tokenizer.unfinished = False
+    await used.kill()
+    assert text(await asking) == "Hello, world!"
+
+
+async def test_the_only_tokenizer_that_dies_fails_the_request(mesh: FakeMesh) -> None:
+    mesh.decode.script = in_two_parts
+    asking = asyncio.create_task(ask(mesh))
+    await mesh.tokenizer.until(lambda: bool(mesh.tokenizer.texts))
+    await mesh.node(mesh.tokenizer).kill()
+    assert (await asking).status_code == 503
+    await mesh.decode.until(lambda: mesh.decode.live == 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_string_cancels_decode_and_counts_up_to_the_match(
     mesh: FakeMesh, stream: bool
