@@ -64,7 +64,10 @@ class KvTransport(Protocol):
         ...
 
     def offer(self, ticket_id: str) -> bytes:
-        """Open a ticket, and return what a peer needs to pull by it; it travels unread."""
+        """Open a ticket, and return what a peer needs to pull by it; it travels unread.
+
+        Raises `TransferError` when closed.
+        """
         ...
 
     def withdraw(self, ticket_id: str) -> None:

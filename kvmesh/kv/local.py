@@ -80,6 +80,8 @@ class LocalTransport:
 
     def offer(self, ticket_id: str) -> bytes:
         """Open a ticket; return where this pool is: process, descriptor, epoch and layout."""
+        if self._closed:
+            raise TransferError("the transport is closed")
         pool = self._pool
         number = self._board.open(ticket_id)
         return _Offer(os.getpid(), pool.fd, pool.epoch, pool.layout, number).pack()

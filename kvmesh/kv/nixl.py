@@ -58,12 +58,15 @@ class NixlTransport:
 
     def offer(self, ticket_id: str) -> bytes:
         """Open a ticket; return where this pool is: epoch, layout, addresses and metadata."""
+        if self._closed:
+            raise TransferError("the transport is closed")
         self._thread.expect()
         return self._site.offer(self._board.open(ticket_id))
 
     def withdraw(self, ticket_id: str) -> None:
         """Close a ticket, as `KvTransport.withdraw` promises."""
-        self._board.close(ticket_id)
+        if not self._closed:
+            self._board.close(ticket_id)
 
     async def pull(
         self,
@@ -109,6 +112,8 @@ class NixlTransport:
             return
         self._closed = True
         await self._thread.aclose()
+        self._board.release()
+        self._words = np.empty(0, np.uint8)  # now, not when cycles are collected
         self._on_closed()
 
     def _check(self, site: Site, remote: Sequence[int], local: Sequence[int]) -> None:

@@ -177,6 +177,7 @@ class Agent:
                 each.release()
             for each in self._registered:
                 agent.deregister_memory(each)
+        self._words = self._closed_word = np.empty(0, np.uint64)
 
     def _descriptors(self, name: str, region: Region) -> Any:
         size, count = region.layout.block_bytes, region.layout.total_blocks

@@ -247,6 +247,8 @@ async def test_closed_ends(open_end: Opener) -> None:
     await holder.transport.aclose()
     await holder.transport.aclose()
     holder.transport.withdraw("t")
+    with pytest.raises(TransferError):
+        holder.transport.offer("late")
     with pytest.raises((TransferError, TicketError)):
         await pull(puller, peer, [1], [1])
     await puller.transport.aclose()

@@ -125,7 +125,7 @@ async def test_no_leak_after_random_requests_and_cancels() -> None:
         assert outcomes.count("cancelled") > 50
         empty = Load(total_blocks=80)
         assert replace(prefill.load(), received_bytes=0) == empty
-        assert replace(decode.load(), received_bytes=0) == empty
+        assert replace(decode.load(), received_bytes=0, received_seconds=0.0) == empty
 
 
 async def handed_off(

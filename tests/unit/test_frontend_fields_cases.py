@@ -142,10 +142,10 @@ def test_a56_odd_stops_are_refused(stop: Any) -> None:
     ],
 )
 def test_a58_much_for_little_is_refused_at_once(reader: Any, more: dict[str, Any]) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     refused(reader, **more)
-    # Of CPU time, with a body that is made and parsed here as well.
-    assert time.process_time() - began < 1
+    # Of CPU time, with a body that is made and parsed here as well, and perhaps garbage of others.
+    assert time.thread_time() - began < 3
 
 
 NAMES = sorted({field.name for field in (*CHAT, *TEXT, *DETOKENIZE, *TOKENIZE_CHAT)})
