@@ -60,7 +60,7 @@ class Echo:
         if isinstance(source.prompt, TextPrompt) and request.truncate_to is None:
             return source.prompt.text, ()
         return await self._texts.decode(
-            choice.run, source.tokenizer, source.encoded.token_ids, keep_special=keep
+            choice.run, choice.tokenizer, source.encoded.token_ids, keep_special=keep
         )
 
     async def _scored(
@@ -77,7 +77,7 @@ class Echo:
             given = [replace(row, top=row.top[:count]) for row in given]
         text, entries = await self._texts.decode(
             choice.run,
-            source.tokenizer,
+            choice.tokenizer,
             source.encoded.token_ids,
             given,
             keep_special=keep_special,

@@ -218,8 +218,8 @@ class Pipeline:
     def _reopen(self, choice: Choice, model: Model, error: UnavailableError) -> None:
         """Go on with another tokenizer, while tokens are generated; raise where that's no help."""
         answer = choice.answer
-        if answer is None or not answer.lost:
-            raise error  # it was the generation that failed
+        if answer is None or not answer.lost or choice.tokenizer in choice.lost:
+            raise error  # it was the generation that failed, or nobody is left
         choice.lose_tokenizer(error, self._limits.attempts)
         for tokenizer in self._fleet.tokenizers(model):
             if tokenizer not in choice.lost:

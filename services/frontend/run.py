@@ -222,13 +222,13 @@ class Choice:
             # Nobody is left to try: the reason is what the last one failed with.
             raise self._failure or error
         self._attempts += 1
-        if isinstance(error, InvalidRequestError) and self._failure is not None:
+        migrates = answer is not None and bool(answer.received)
+        if migrates and isinstance(error, InvalidRequestError) and self._failure is not None:
             # What is wrong with going on is no fault of the caller's.
             raise self._failure
         if answer is None or not answer.open or not row(error).retry or self._attempts >= attempts:
             raise error
         self._failure = error
-        migrates = bool(answer.received)
         self._exclude(error, step, self._plan)
         if migrates:
             self.local = True

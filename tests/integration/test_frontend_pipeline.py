@@ -291,6 +291,16 @@ async def test_going_on_is_bounded_too() -> None:
         await mesh.idle()
 
 
+async def test_what_is_wrong_with_a_request_is_told_whoever_failed_before(apart: FakeMesh) -> None:
+    first, second = apart.decodes
+    first.refuses = OverloadedError("full")
+    second.refuses = InvalidRequestError("no such token", field="prompt")
+    response = await ask(apart)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "no such token"
+    await apart.idle()
+
+
 async def test_where_no_one_can_go_on_the_first_cause_is_told(apart: FakeMesh) -> None:
     first, second = apart.decodes
     first.script = fakes.die_later
