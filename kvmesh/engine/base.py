@@ -35,6 +35,7 @@ class EngineInfo:
     everything two engines must share before KV may move between them; empty when it
     has no hand-off. `continues_first_token`: decode goes on after the tokens that
     prefill sampled, so they are streamed at once; else they are dropped.
+    `concurrent_handoff`: its tickets come before the KV, see `ConcurrentPrefillEngine`.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class EngineInfo:
     total_blocks: int
     layout_fingerprint: str = ""
     continues_first_token: bool = False
+    concurrent_handoff: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Prefilled:
 
     Exactly one of `ticket` and `finish` is set: `finish` when prefill itself sampled
     the end (EOS, a stop token, max_tokens=1), and then `first_token_ids` is the whole
-    answer. With concurrent hand-off engines the ticket comes before any token.
+    answer. With a concurrent hand-off there is always a ticket, and never a token.
     `logprobs` are of the first tokens, as in `Step`.
     """
 
@@ -158,6 +160,25 @@ class PrefillEngine(Protocol):
         ...
 
 
+Announce = Callable[[KvTicket, int], None]
+"""Gets a prompt's ticket, and how many of its tokens are cached, in the event loop."""
+
+
+@runtime_checkable
+class ConcurrentPrefillEngine(Protocol):
+    """Can let decode begin beside prefill: it makes room, and waits for KV still computed."""
+
+    async def prefill_announced(self, request: EngineRequest, announce: Announce) -> Prefilled:
+        """Run a prefill whose ticket comes first, and return once the prompt is computed.
+
+        `announce` is called as soon as `resume` may be called with the ticket; at most once.
+        The ticket has no first token: decode samples it. Until this returns, its lease ends
+        with it: by an error, by cancelling it, and by `release`, which fails it. What waits
+        in `resume` then fails with `TicketError` or `TransferError`.
+        """
+        ...
+
+
 @runtime_checkable
 class ResumeEngine(Protocol):
     """Can go on from KV that another engine left."""
@@ -166,7 +187,8 @@ class ResumeEngine(Protocol):
         """Pull the ticket's blocks, then decode; yields as `generate` does.
 
         `request` is the same prompt and sampling. Where the engine continues after the
-        first token, the ticket's tokens count towards max_tokens but are not yielded.
+        first token, the ticket's tokens count towards max_tokens but are not yielded. It
+        waits for a ticket that came before its KV.
         Raises `TicketError` before any block moves when the ticket can't be honoured,
         `TransferError` when the pull failed. Closing waits for a pull in flight to end.
         """

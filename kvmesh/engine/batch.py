@@ -50,26 +50,26 @@ class Batch(Generic[S]):
         insort(self.waiting, sequence, key=_KEY)
 
     def admit(self) -> list[S]:
-        """Give blocks to as many of those in line as fit; return those that must pull now."""
-        pulls = []
+        """Give blocks to as many of those in line as fit; return these. Some must pull now."""
+        admitted = []
         while self.waiting and self.busy < self._max_batch:
             sequence = self.waiting[-1]
             if not self._reserve(sequence):
                 break
             self.waiting.pop()
+            admitted.append(sequence)
             if sequence.phase is Phase.PULLING:
                 self.pulling.add(sequence)
-                pulls.append(sequence)
             else:
                 # Even one that has KV of all but its newest token: nothing of a life before
                 # a preemption, or on another worker, is known where tokens are decoded.
                 sequence.phase = Phase.RUNNING
                 self.prompts.append(sequence)
-        return pulls
+        return admitted
 
     def join(self, sequence: S) -> None:
-        """Run a sequence whose prompt was pulled."""
-        sequence.computed = sequence.prompt_length
+        """Run a sequence whose prompt was pulled; without a first token, the last is computed."""
+        sequence.computed = min(sequence.prompt_length, len(sequence.tokens) - 1)
         self.publish(sequence, 0)
         sequence.ticket = None  # used up: after a preemption, this one recomputes
         self.pulling.discard(sequence)
@@ -116,8 +116,8 @@ class Batch(Generic[S]):
             if block is not None:
                 sequence.blocks += block
                 continue
-            alive = (*self.running, *self.prompts)
-            victim = min((s for s in alive if s.phase is Phase.RUNNING), key=_KEY)
+            alive = (s for s in (*self.running, *self.prompts) if s.phase is Phase.RUNNING)
+            victim = min((s for s in alive if s.announce is None), key=_KEY)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -132,17 +132,22 @@ class Batch(Generic[S]):
             at = len(hashes) * size
             parent = hashes[-1] if hashes else self._root
             hashes.append(chain(parent, sequence.tokens[at : at + size]))
-        if first < stop:
-            sequence.blocks[first:stop] = self.pool.publish(
-                sequence.blocks[first:stop], hashes[first:stop]
-            )
+        if first >= stop:
+            return
+        blocks = sequence.blocks
+        if sequence.announce is not None:
+            before = blocks[first - 1] if first else None
+            self.pool.publish_in_place(before, blocks[first:stop], hashes[first:stop])
+        else:
+            blocks[first:stop] = self.pool.publish(blocks[first:stop], hashes[first:stop])
 
     def _reserve(self, sequence: S) -> bool:
         """Hold the blocks for all tokens so far and the next one; take over cached ones."""
         size, length = self.block_size, len(sequence.tokens)
         pull = sequence.ticket is not None and sequence.kind is Kind.RESUME
-        # A pulled prompt may be cached to its end; else the last token is computed anew.
-        reusable = sequence.prompt_length // size if pull else (length - 1) // size
+        # A prompt pulled with its first token may be cached to its end; else the last token
+        # is computed anew.
+        reusable = min(sequence.prompt_length if pull else length, length - 1) // size
         if sequence.scores is not None:  # all that is not scored yet has to be computed
             reusable = min(reusable, len(sequence.scores) // size)
         ahead = 0 if sequence.kind is Kind.PREFILL else 1

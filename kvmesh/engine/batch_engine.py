@@ -7,30 +7,40 @@ steps or while one is computed elsewhere. Each pull of a ticket's blocks is a ta
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 from kvmesh.clock import Clock
-from kvmesh.engine.base import EngineInfo, EngineRequest, Finish, Prefilled, Step, StepSink
+from kvmesh.engine.base import (
+    Announce,
+    EngineInfo,
+    EngineRequest,
+    Finish,
+    Prefilled,
+    Step,
+    StepSink,
+)
 from kvmesh.engine.batch import Batch, S
-from kvmesh.engine.handoff import Handoff, Terms, unpack
-from kvmesh.engine.sequence import Kind, Phase
+from kvmesh.engine.handoff import Handoff, Terms
+from kvmesh.engine.pulls import Pulls
+from kvmesh.engine.sequence import BatchSequence, Kind, Phase
 from kvmesh.engine.stepper import Stepper, Traits
 from kvmesh.engine.stepping import StepInbox
 from kvmesh.errors import (
     EngineError,
     InvalidRequestError,
-    MeshError,
     OverloadedError,
+    TicketError,
     TransferError,
 )
-from kvmesh.kv.base import KvTransport, StillWritingError
+from kvmesh.kv.base import KvTransport
 from kvmesh.kv.pool import BlockPool
-from kvmesh.types import KvEvent, KvTicket, Load
+from kvmesh.types import KvEvent, KvTicket, Load, Sampling
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_SECONDS = 1.0
+_NO_ANSWER = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -40,19 +50,19 @@ class _Parts(Generic[S]):
     pool: BlockPool
     batch: Batch[S]
     handoff: Handoff
+    pulls: Pulls[S]
     transport: KvTransport
     loop: asyncio.Task[None]
 
 
 class BatchEngine(Generic[S]):
-    """An `AsyncEngine`, `PrefillEngine`, `ResumeEngine`, `KvEventSource` and `StepEngine`."""
+    """An `AsyncEngine` that can do all that some engines can, see `kvmesh.engine.base`."""
 
     def __init__(self, stepper: Stepper[S], traits: Traits, clock: Clock) -> None:
         self._stepper = stepper
         self._traits = traits
         self._clock = clock
         self._sequences: dict[str, S] = {}
-        self._pulls: dict[S, asyncio.Task[None]] = {}
         self._subscribers: dict[object, Callable[[KvEvent], None]] = {}
         self._wake = asyncio.Event()
         self._failure = "the engine has not been started"
@@ -79,13 +89,15 @@ class BatchEngine(Generic[S]):
             block_size=info.block_size,
             block_bytes=stepper.block_bytes,
             lease_seconds=traits.lease_seconds,
+            wait_seconds=traits.wait_seconds,
             pull_timeout_seconds=traits.pull_timeout_seconds,
         )
         handoff = Handoff(terms, transport, self._clock, self._free)
+        pulls = Pulls(batch, handoff, stepper, ended=self._pulled, free=self._free)
         self._failure = ""
-        loop = asyncio.create_task(self._run(batch), name=f"{info.engine}-engine")
-        self._parts = _Parts(pool, batch, handoff, transport, loop)
-        return info
+        loop = asyncio.create_task(self._run(), name=f"{info.engine}-engine")
+        self._parts = _Parts(pool, batch, handoff, pulls, transport, loop)
+        return replace(info, concurrent_handoff=traits.concurrent)
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[Step, None]:
         """Prefill and decode, as `AsyncEngine` promises."""
@@ -99,20 +111,32 @@ class BatchEngine(Generic[S]):
         """Compute a prompt and lease its blocks, as `PrefillEngine` promises."""
         inbox = StepInbox()
         sequence = self._submit(request, Kind.PREFILL, None, inbox.put)
-        try:
-            step = await inbox.get()
-        except asyncio.CancelledError:
-            self._cancel(sequence)
-            if sequence.ticket is not None and self._parts is not None:
-                self._parts.handoff.release(sequence.ticket.ticket_id)
-            raise
+        step = await self._outcome(sequence, inbox)
         return Prefilled(
             step.token_ids, sequence.cached_tokens, sequence.ticket, step.finish, step.logprobs
         )
 
+    async def prefill_announced(self, request: EngineRequest, announce: Announce) -> Prefilled:
+        """Compute a prompt behind its ticket, as `ConcurrentPrefillEngine` promises."""
+        inbox = StepInbox()
+        self._stepper.sequence(request, Kind.PREFILL, None, inbox.put)  # refuses what can't be run
+        unsampled = replace(request, sampling=_NO_ANSWER)
+        sequence = self._submit(unsampled, Kind.PREFILL, None, inbox.put)
+        sequence.left += 1  # the token that nobody wants is not the end
+        sequence.announce = announce
+        await self._outcome(sequence, inbox)
+        return Prefilled((), sequence.cached_tokens, sequence.ticket)
+
     async def release(self, ticket_id: str) -> bool:
         """Free the blocks of a ticket; False if it is not held."""
-        return self._parts is not None and self._parts.handoff.release(ticket_id)
+        parts = self._parts
+        if parts is None or parts.handoff.release(ticket_id):
+            return parts is not None
+        for sequence in self._sequences.values():
+            if _announced(sequence) == ticket_id:
+                self._fail(parts, sequence, TicketError("the ticket was given back"))
+                return True
+        return False
 
     def submit(self, request: EngineRequest, ticket: KvTicket | None, sink: StepSink) -> None:
         """Start a request whose steps go to `sink`, as `StepEngine` promises."""
@@ -167,12 +191,11 @@ class BatchEngine(Generic[S]):
         if parts is not None:
             parts.loop.cancel()
             await asyncio.wait([parts.loop])
-            self._fail_all(parts.batch)
+            self._fail_all(parts)
             parts.handoff.close()
             self._stepper.close()
             await parts.transport.aclose()
-            if self._pulls:
-                await asyncio.wait(self._pulls.values())
+            await parts.pulls.aclose()
         self._stepper.close()
         await self._stepper.aclose()
 
@@ -198,10 +221,20 @@ class BatchEngine(Generic[S]):
         self._wake.set()
         return sequence
 
+    async def _outcome(self, sequence: S, inbox: StepInbox) -> Step:
+        """Wait for the outcome of a prefill; cancelled, it leaves no lease."""
+        try:
+            return await inbox.get()
+        except asyncio.CancelledError:
+            self._cancel(sequence)
+            if sequence.ticket is not None and self._parts is not None:
+                self._parts.handoff.release(sequence.ticket.ticket_id)
+            raise
+
     async def _iterate(
         self, request: EngineRequest, kind: Kind, ticket: KvTicket | None
     ) -> AsyncGenerator[Step, None]:
-        inbox = StepInbox()
+        inbox, parts = StepInbox(), self._started
         sequence = self._submit(request, kind, ticket, inbox.put)
         try:
             while True:
@@ -211,8 +244,7 @@ class BatchEngine(Generic[S]):
                     return
         finally:
             self._cancel(sequence)
-            if (pull := self._pulls.get(sequence)) is not None:
-                await asyncio.wait([pull])
+            await parts.pulls.settled(sequence)
 
     def _cancel(self, sequence: S) -> bool:
         request_id = sequence.request.request_id
@@ -220,8 +252,11 @@ class BatchEngine(Generic[S]):
             return False
         del self._sequences[request_id]
         sequence.sink = None
-        if sequence.phase is not Phase.PULLING and self._parts is not None:
-            self._parts.batch.remove(sequence)
+        parts = self._parts
+        if parts is not None and sequence.phase is Phase.PULLING:
+            parts.pulls.leave(sequence)
+        elif parts is not None:
+            self._remove(parts, sequence)
             self._wake.set()
         return True
 
@@ -231,20 +266,23 @@ class BatchEngine(Generic[S]):
             raise EngineError(self._failure)
         return self._parts
 
-    async def _run(self, batch: Batch[S]) -> None:
+    async def _run(self) -> None:
         """Step until cancelled; a crash ends every request and the engine with it."""
         try:
-            await self._loop(batch)
+            await self._loop(self._started)
         except Exception as error:  # the top of a background task
             log.exception("the engine died")
             self._failure = f"the engine died: {type(error).__name__}"
-            self._fail_all(batch)
+            self._fail_all(self._started)
 
-    async def _loop(self, batch: Batch[S]) -> None:
+    async def _loop(self, parts: _Parts[S]) -> None:
+        batch = parts.batch
         while True:
             for sequence in batch.admit():
-                pull = asyncio.create_task(self._pull(batch, sequence), name="pull")
-                self._pulls[sequence] = pull
+                if sequence.phase is Phase.PULLING:
+                    parts.pulls.start(sequence)
+                elif sequence.announce is not None:
+                    self._announce(sequence, sequence.announce)
             if not batch.running and not batch.prompts:
                 self._wake.clear()
                 await self._wake.wait()
@@ -267,65 +305,56 @@ class BatchEngine(Generic[S]):
             logprobs = None if logprob is None else (logprob,)
             sink(Step((token,), finish, logprobs, scores, sequence.cached_tokens))
 
+    def _announce(self, sequence: S, announce: Announce) -> None:
+        """Give a prompt's ticket out, which has its blocks, but is not computed."""
+        digest = self._stepper.digest(sequence)
+        ticket = self._started.handoff.announce(sequence.blocks, sequence.prompt_length, digest)
+        sequence.ticket = ticket
+        announce(ticket, sequence.cached_tokens)
+
     def _lease(self, sequence: S) -> None:
         """Turn a computed prompt's blocks into a ticket's."""
         parts = self._started
         self._stepper.lend(sequence.blocks)
-        digest = self._stepper.digest(sequence)
-        sequence.ticket = parts.handoff.hold(sequence.blocks, sequence.tokens, digest)
+        if sequence.ticket is None:
+            digest = self._stepper.digest(sequence)
+            sequence.ticket = parts.handoff.hold(sequence.blocks, sequence.tokens, digest)
+        else:
+            parts.handoff.fulfil(sequence.ticket.ticket_id, sequence.blocks)
         sequence.blocks = []
         sequence.phase = Phase.ENDED
         if self._traits.lose_leases:
             parts.handoff.release(sequence.ticket.ticket_id)
 
-    async def _pull(self, batch: Batch[S], sequence: S) -> None:
-        """Fetch a prompt's blocks and let the sequence run."""
-        try:
-            await self._fetch(batch, sequence)
-        except MeshError as error:
-            self._fail(batch, sequence, error)
-        except Exception as error:  # the top of a background task
-            log.exception("a pull failed")
-            self._fail(batch, sequence, TransferError(f"the pull failed: {type(error).__name__}"))
-        finally:
-            del self._pulls[sequence]
-            self._wake.set()
+    def _pulled(self, sequence: S, error: Exception | None) -> None:
+        if error is not None:
+            self._tell_failure(sequence, error)
+        self._wake.set()
 
-    async def _fetch(self, batch: Batch[S], sequence: S) -> None:
-        ticket, parts = sequence.ticket, self._started
-        assert ticket is not None  # only sequences with one are pulled for
-        skip = sequence.computed // batch.block_size
-        blocks = sequence.blocks[skip : -(-sequence.prompt_length // batch.block_size)]
-        try:
-            await parts.handoff.pull(ticket, blocks, skip)
-        except StillWritingError as error:
-            kept, sequence.blocks = sequence.blocks, []
-            error.settled.add_done_callback(lambda _: self._free(kept))
-            raise
-        if sequence.sink is None:
-            batch.remove(sequence)
-            return
-        self._stepper.adopt(sequence, unpack(ticket.engine_params), blocks)
-        batch.join(sequence)
+    def _fail(self, parts: _Parts[S], sequence: S, error: Exception) -> None:
+        self._remove(parts, sequence)
+        self._tell_failure(sequence, error)
 
-    def _fail(self, batch: Batch[S], sequence: S, error: Exception) -> None:
-        batch.remove(sequence)
+    def _fail_all(self, parts: _Parts[S]) -> None:
+        """End every request. Blocks being pulled stay until the pull has ended."""
+        error = EngineError(self._failure)
+        for sequence in list(self._sequences.values()):
+            if sequence.phase is Phase.PULLING:
+                self._tell_failure(sequence, error)
+            else:
+                self._fail(parts, sequence, error)
+
+    def _tell_failure(self, sequence: S, error: Exception) -> None:
         sink, sequence.sink = sequence.sink, None
         if sink is not None:
             del self._sequences[sequence.request.request_id]
             sink(error)
 
-    def _fail_all(self, batch: Batch[S]) -> None:
-        """End every request. Blocks being pulled stay until the pull has ended."""
-        error = EngineError(self._failure)
-        for sequence in list(self._sequences.values()):
-            if sequence.phase is Phase.PULLING:
-                sink, sequence.sink = sequence.sink, None
-                del self._sequences[sequence.request.request_id]
-                if sink is not None:
-                    sink(error)
-            else:
-                self._fail(batch, sequence, error)
+    def _remove(self, parts: _Parts[S], sequence: S) -> None:
+        """Free what a sequence holds; nobody can pull its blocks from now on."""
+        if (ticket_id := _announced(sequence)) is not None:
+            parts.handoff.withdraw(ticket_id)
+        parts.batch.remove(sequence)
 
     def _on_pulled(self, ticket_id: str) -> None:
         if self._parts is not None:
@@ -342,3 +371,10 @@ class BatchEngine(Generic[S]):
 
     def _forget(self, subscriber: object) -> None:
         self._subscribers.pop(subscriber, None)
+
+
+def _announced(sequence: BatchSequence) -> str | None:
+    """Return the ticket under which a prompt is promised."""
+    if sequence.announce is None or sequence.ticket is None:
+        return None
+    return sequence.ticket.ticket_id

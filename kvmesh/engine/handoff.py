@@ -60,6 +60,7 @@ class Terms:
     block_size: int
     block_bytes: int
     lease_seconds: float
+    wait_seconds: float
     pull_timeout_seconds: float
 
 
@@ -91,29 +92,52 @@ class Handoff:
 
         `tokens` are the prompt and, last, the token that prefill sampled.
         """
-        terms = self._terms
+        ticket = self._ticket(blocks, len(tokens) - 1, digest, tokens[-1:])
+        self._lease(ticket.ticket_id, blocks)
+        return ticket
+
+    def announce(self, blocks: Sequence[int], prompt_tokens: int, digest: int) -> KvTicket:
+        """Return the ticket of a prompt that will be computed into blocks: its lease begins then.
+
+        Until `fulfil` or `withdraw` the blocks are the caller's.
+        """
+        return self._ticket(blocks, prompt_tokens, digest)
+
+    def fulfil(self, ticket_id: str, blocks: Sequence[int]) -> None:
+        """Lease an announced ticket's blocks, which are computed now."""
+        self._lease(ticket_id, blocks)
+        self._transport.fulfil(ticket_id)
+
+    def withdraw(self, ticket_id: str) -> None:
+        """End an announced ticket: whoever waits for it fails."""
+        self._transport.withdraw(ticket_id)
+
+    def _ticket(
+        self,
+        blocks: Sequence[int],
+        prompt_tokens: int,
+        digest: int,
+        first_token_ids: Sequence[int] = (),
+    ) -> KvTicket:
+        terms, whole = self._terms, bool(first_token_ids)
         self._count += 1
         ticket_id = f"{terms.epoch[:12]}-{self._count}"
-        peer = self._transport.offer(ticket_id)
-        ticket = KvTicket(
+        peer = self._transport.offer(ticket_id, whole=whole)
+        seconds = terms.lease_seconds if whole else terms.wait_seconds
+        return KvTicket(
             ticket_id=ticket_id,
             worker_id=terms.worker_id,
             epoch=terms.epoch,
             backend=terms.backend,
             engine=terms.engine,
             layout_fingerprint=terms.layout_fingerprint,
-            prompt_tokens=len(tokens) - 1,
+            prompt_tokens=prompt_tokens,
             block_count=len(blocks),
             byte_count=len(blocks) * terms.block_bytes,
-            lease_expire_time=self._clock.wall() + terms.lease_seconds,
-            first_token_ids=(tokens[-1],),
+            lease_expire_time=self._clock.wall() + seconds,
+            first_token_ids=tuple(first_token_ids),
             engine_params=Offer(terms.epoch, digest, blocks, peer).pack(),
         )
-        expires = self._clock.now() + terms.lease_seconds
-        self.ledger.add(Lease(ticket.ticket_id, blocks, expires))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(terms.lease_seconds, self._sweep)
-        return ticket
 
     def release(self, ticket_id: str) -> bool:
         """Free the blocks of a ticket; False if it is not held."""
@@ -137,8 +161,6 @@ class Handoff:
             raise TicketError(
                 f"the ticket is for {ticket.prompt_tokens} prompt tokens, not {prompt_tokens}"
             )
-        if not ticket.first_token_ids:
-            raise TicketError("the ticket has no first token to go on from")
         offer = unpack(ticket.engine_params)
         if offer.epoch != ticket.epoch:
             raise TicketError("the ticket is from another life of its holder")
@@ -148,15 +170,21 @@ class Handoff:
         return offer
 
     def time_left(self, ticket: KvTicket) -> float:
-        """Return seconds a pull may take, above 0. Raises `TicketError` after the lease."""
+        """Return seconds until the lease ends, above 0. Raises `TicketError` after it."""
         left = ticket.lease_expire_time - self._clock.wall()
         if left <= 0:
             raise TicketError("the ticket's lease has expired")
-        return min(left, self._terms.pull_timeout_seconds)
+        return left
+
+    async def computed(self, ticket: KvTicket) -> None:
+        """Wait until a ticket's prompt is computed. Raises what `KvTransport.whole` does."""
+        if not ticket.first_token_ids:
+            timeout = self.time_left(ticket)
+            await self._transport.whole(unpack(ticket.engine_params).peer, timeout=timeout)
 
     async def pull(self, ticket: KvTicket, blocks: Sequence[int], skip: int) -> None:
         """Pull a ticket's blocks behind the first `skip`, which are here, into `blocks`."""
-        timeout = self.time_left(ticket)
+        timeout = min(self.time_left(ticket), self._terms.pull_timeout_seconds)
         offer = unpack(ticket.engine_params)
         pulled = await self._transport.pull(
             offer.peer, offer.blocks[skip:], blocks, timeout=timeout
@@ -171,6 +199,12 @@ class Handoff:
             self._timer = None
         for lease in self.ledger.clear():
             self._ended(lease)
+
+    def _lease(self, ticket_id: str, blocks: Sequence[int]) -> None:
+        seconds = self._terms.lease_seconds
+        self.ledger.add(Lease(ticket_id, blocks, self._clock.now() + seconds))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._sweep)
 
     def _ended(self, lease: Lease | None) -> bool:
         if lease is None:

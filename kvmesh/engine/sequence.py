@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvmesh.engine.bad_words import BadWords
-from kvmesh.engine.base import EngineRequest, Finish, StepSink
+from kvmesh.engine.base import Announce, EngineRequest, Finish, StepSink
 from kvmesh.errors import ContextLengthError, InvalidRequestError
 from kvmesh.types import FinishReason, KvTicket, Sampling, TokenLogprob
 
@@ -51,11 +51,13 @@ class BatchSequence:
     nobody listens. Bigger `key` goes first. `logprob` is the newest picked token's, where the
     request asks for it. `scores` are how likely the prompt's tokens were, without the first,
     as far as that is known; None where nobody asks, and once they were handed over.
+    `announce` gets the ticket of a prompt once that has its blocks, which it keeps then.
 
     Building one raises `InvalidRequestError`, with its field, for what can never run.
     """
 
     __slots__ = (
+        "announce",
         "bad_words",
         "banned",
         "blocks",
@@ -116,6 +118,7 @@ class BatchSequence:
         if self.bad_words and len(self.bad_words.lasts | self.banned) >= limits.choices:
             raise InvalidRequestError("bad_words leave nothing to sample", field="bad_words")
         self.phase = Phase.WAITING
+        self.announce: Announce | None = None
         self.blocks: list[int] = []
         self.hashes: list[int] = []
         self.cached_tokens = -1

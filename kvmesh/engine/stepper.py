@@ -11,12 +11,17 @@ from kvmesh.engine.sequence import Kind
 from kvmesh.kv.base import KvTransport, OnPulled
 from kvmesh.types import KvTicket
 
+CONCURRENT = "concurrent"
+HANDOFFS = ("sequential", CONCURRENT)
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What bounds an engine, and what its tickets say of it.
 
-    `lose_leases` is a fault to inject: a ticket's blocks are freed at once.
+    `concurrent`: prompts handed over get their tickets before they are computed, for
+    `wait_seconds` at most. `lose_leases` is a fault to inject: a ticket's blocks are freed
+    at once.
     """
 
     worker_id: str
@@ -25,6 +30,8 @@ class Traits:
     max_queue: int
     lease_seconds: float
     pull_timeout_seconds: float
+    concurrent: bool = False
+    wait_seconds: float = 300.0
     lose_leases: bool = False
 
 
@@ -55,7 +62,7 @@ class Stepper(Protocol[S]):
         ...
 
     def digest(self, sequence: S) -> int:
-        """Return what a ticket's KV is recognized by, below 2**64."""
+        """Return what a ticket's KV is recognized by, below 2**64; 0: not known yet."""
         ...
 
     def check(self, sequence: S, offer: Offer) -> None:

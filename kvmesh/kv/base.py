@@ -63,11 +63,16 @@ class KvTransport(Protocol):
         """Name that both ends must share, as in `KvTicket.backend`."""
         ...
 
-    def offer(self, ticket_id: str) -> bytes:
+    def offer(self, ticket_id: str, *, whole: bool = True) -> bytes:
         """Open a ticket, and return what a peer needs to pull by it; it travels unread.
 
-        Raises `TransferError` when closed.
+        One that is not `whole` has blocks that are still being computed: no pull by it
+        succeeds before `fulfil`. Raises `TransferError` when closed.
         """
+        ...
+
+    def fulfil(self, ticket_id: str) -> None:
+        """Say that the blocks of a ticket are whole. No effect on one that is not open."""
         ...
 
     def withdraw(self, ticket_id: str) -> None:
@@ -75,6 +80,15 @@ class KvTransport(Protocol):
 
         To be called before its blocks are used for anything else, pulled or not. No effect
         on one that is not open.
+        """
+        ...
+
+    async def whole(self, offer: bytes, *, timeout: float) -> None:
+        """Wait until the blocks of a ticket are whole. Nothing is copied or used up.
+
+        Raises `TicketError` when the peer is another life than offered or the ticket is not
+        open, `TransferError` when its blocks are not whole within `timeout` seconds or the
+        peer is gone.
         """
         ...
 
@@ -90,9 +104,9 @@ class KvTransport(Protocol):
 
         When it returns, the blocks are whole: the ticket was open after they were copied.
         Raises `TicketError` when the peer is another life than offered or the ticket is not
-        open, `TransferError` when blocks could not be moved within `timeout` seconds; what
-        is in `local_blocks` then is void. No blocks is a pull too. Of two pulls by one ticket
-        at the same instant both may succeed: both have copied the same blocks.
+        open and whole, `TransferError` when blocks could not be moved within `timeout`
+        seconds; what is in `local_blocks` then is void. No blocks is a pull too. Of two pulls
+        by one ticket at the same instant both may succeed: both have copied the same blocks.
 
         However it ends, by cancellation too, nothing writes to `local_blocks` afterwards, but
         for one case: `StillWritingError`, raised a second after the time is up, or after a

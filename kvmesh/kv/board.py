@@ -1,9 +1,10 @@
 """Which tickets are open, as memory that peers read: what makes a copied block valid.
 
-One word for each ticket, which holds the ticket's number while it is open. The holder
-clears it before it uses the blocks for anything else, so a peer that finds the number there
-*after* it has copied them knows that they were whole, without asking anybody. It then
-clears the word itself: a ticket is used once, and its holder sees that it was.
+One word for each ticket, which holds the ticket's number while it is open, and whether its
+blocks are whole or still being computed. The holder clears it before it uses the blocks for
+anything else, so a peer that finds it whole *after* it has copied them knows that they were,
+without asking anybody. It then clears the word itself: a ticket is used once, and its holder
+sees that it was.
 """
 
 import sys
@@ -20,9 +21,14 @@ def slot_of(number: int) -> int:
     return number % SLOTS
 
 
-def word_of(number: int) -> bytes:
-    """Return what is in the slot while the ticket is open."""
-    return number.to_bytes(WORD_BYTES, sys.byteorder)
+def word_of(number: int, *, whole: bool = True) -> int:
+    """Return what is in the slot while the ticket is open, and its blocks are whole or not yet."""
+    return number << 1 | whole
+
+
+def read_word(raw: bytes) -> int:
+    """Return a word from its bytes in the board."""
+    return int.from_bytes(raw, sys.byteorder)
 
 
 class Board:
@@ -34,8 +40,8 @@ class Board:
         self._numbers: dict[str, int] = {}
         self._tickets: dict[int, str] = {}
 
-    def open(self, ticket_id: str) -> int:
-        """Open a ticket and return its number, above 0.
+    def open(self, ticket_id: str, *, whole: bool = True) -> int:
+        """Open a ticket, whose blocks are whole or not yet, and return its number, above 0.
 
         Of more tickets than there are slots the oldest is closed. Raises `ValueError` for one
         that is open already.
@@ -46,10 +52,16 @@ class Board:
         oldest = self._tickets.get(number - SLOTS)
         if oldest is not None:
             self.close(oldest)
-        self._words[slot_of(number)] = number  # before `used` can look for it
+        self._words[slot_of(number)] = word_of(number, whole=whole)  # before `used` can look for it
         self._numbers[ticket_id] = number
         self._tickets[number] = ticket_id
         return number
+
+    def fulfil(self, ticket_id: str) -> None:
+        """Say that a ticket's blocks are whole. No effect on one that is not open."""
+        number = self._numbers.get(ticket_id)
+        if number is not None:
+            self._words[slot_of(number)] = word_of(number)
 
     def close(self, ticket_id: str) -> None:
         """Close a ticket. No effect on one that is not open."""
@@ -65,7 +77,8 @@ class Board:
     def used(self) -> list[int]:
         """Return the numbers of those open tickets that peers have used up; from any thread."""
         words = self._words
-        return [number for number in tuple(self._tickets) if words[slot_of(number)] != number]
+        numbers = tuple(self._tickets)
+        return [number for number in numbers if words[slot_of(number)] >> 1 != number]
 
     def release(self) -> None:
         """Let go of the memory. Nothing but `ticket` may be called afterwards."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from kvmesh.clock import Clock
 from kvmesh.errors import TicketError, TransferError
 from kvmesh.kv.base import OnPulled, PoolLayout, Pulled
-from kvmesh.kv.board import CLOSED, WORD_BYTES, Board, slot_of, word_of
+from kvmesh.kv.board import CLOSED, WORD_BYTES, Board, read_word, slot_of, word_of
+from kvmesh.kv.looking import await_whole
 from kvmesh.kv.notices import NoticeDesk
 from kvmesh.kv.shared import BLOCKS_AT, BOARD_AT, SharedPool, header
 
@@ -78,18 +79,38 @@ class LocalTransport:
         """`local`."""
         return BACKEND
 
-    def offer(self, ticket_id: str) -> bytes:
+    def offer(self, ticket_id: str, *, whole: bool = True) -> bytes:
         """Open a ticket; return where this pool is: process, descriptor, epoch and layout."""
         if self._closed:
             raise TransferError("the transport is closed")
         pool = self._pool
-        number = self._board.open(ticket_id)
+        number = self._board.open(ticket_id, whole=whole)
         return _Offer(os.getpid(), pool.fd, pool.epoch, pool.layout, number).pack()
+
+    def fulfil(self, ticket_id: str) -> None:
+        """Say that a ticket's blocks are whole."""
+        if not self._closed:
+            self._board.fulfil(ticket_id)
 
     def withdraw(self, ticket_id: str) -> None:
         """Close a ticket, as `KvTransport.withdraw` promises."""
         if not self._closed:
             self._board.close(ticket_id)
+
+    async def whole(self, offer: bytes, *, timeout: float) -> None:
+        """Wait for a peer of this host, as `KvTransport.whole` promises."""
+        source = _Offer.parse(offer)
+
+        async def look() -> int:
+            if self._closed:
+                raise TransferError("the transport is closed")
+            with _Opened(source) as fd:
+                return _look(fd, source.number)
+
+        try:
+            await await_whole(look, source.number, timeout, self._clock)
+        except OSError as error:
+            raise TransferError(f"the holder is gone: {error.strerror}") from error
 
     async def pull(
         self,
@@ -189,10 +210,13 @@ class _Opened:
 
 def _use_up(fd: int, number: int) -> None:
     """Close the ticket of a number in its holder's board. `TicketError` unless it is open."""
-    at = BOARD_AT + slot_of(number) * WORD_BYTES
-    if os.pread(fd, WORD_BYTES, at) != word_of(number):
+    if _look(fd, number) != word_of(number):
         raise TicketError("the holder does not hold this ticket any more")
-    os.pwrite(fd, CLOSED, at)
+    os.pwrite(fd, CLOSED, BOARD_AT + slot_of(number) * WORD_BYTES)
+
+
+def _look(fd: int, number: int) -> int:
+    return read_word(os.pread(fd, WORD_BYTES, BOARD_AT + slot_of(number) * WORD_BYTES))
 
 
 def _read_blocks(fd: int, pool: SharedPool, remote: Sequence[int], local: Sequence[int]) -> None:

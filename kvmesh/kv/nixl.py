@@ -15,7 +15,8 @@ import numpy as np
 from kvmesh.clock import Clock
 from kvmesh.errors import TicketError, TransferError
 from kvmesh.kv.base import OnPulled, Pulled, StillWritingError
-from kvmesh.kv.board import BOARD_BYTES, Board
+from kvmesh.kv.board import BOARD_BYTES, Board, word_of
+from kvmesh.kv.looking import await_whole
 from kvmesh.kv.nixl_messages import Region, Site, parse_offer
 from kvmesh.kv.nixl_thread import AgentThread, Job
 
@@ -56,17 +57,28 @@ class NixlTransport:
         """`nixl`."""
         return BACKEND
 
-    def offer(self, ticket_id: str) -> bytes:
+    def offer(self, ticket_id: str, *, whole: bool = True) -> bytes:
         """Open a ticket; return where this pool is: epoch, layout, addresses and metadata."""
         if self._closed:
             raise TransferError("the transport is closed")
         self._thread.expect()
-        return self._site.offer(self._board.open(ticket_id))
+        return self._site.offer(self._board.open(ticket_id, whole=whole))
+
+    def fulfil(self, ticket_id: str) -> None:
+        """Say that a ticket's blocks are whole."""
+        if not self._closed:
+            self._thread.expect()
+            self._board.fulfil(ticket_id)
 
     def withdraw(self, ticket_id: str) -> None:
         """Close a ticket, as `KvTransport.withdraw` promises."""
         if not self._closed:
             self._board.close(ticket_id)
+
+    async def whole(self, offer: bytes, *, timeout: float) -> None:
+        """Wait for a peer, as `KvTransport.whole` promises."""
+        site, number = parse_offer(offer)
+        await await_whole(lambda: self._look(site, number), number, timeout, self._clock)
 
     async def pull(
         self,
@@ -82,26 +94,18 @@ class NixlTransport:
             raise TransferError("the transport is closed")
         site, number = parse_offer(offer)
         self._check(site, remote_blocks, local_blocks)
-        loop = asyncio.get_running_loop()
-        job = Job(
-            site,
-            np.array(remote_blocks, np.int32),
-            np.array(local_blocks, np.int32),
-            number,
-            loop.create_future(),
-            loop.create_future(),
-        )
+        job = _job(site, number, remote_blocks, local_blocks)
         self._thread.start(job)
         try:
             async with asyncio.timeout(timeout):
-                held = await job.outcome
+                word = await job.outcome
         except TimeoutError as error:
             await self._abandon(job)
             raise TransferError(f"the blocks did not come within {timeout:g} s") from error
         except asyncio.CancelledError:
             await self._abandon(job)
             raise
-        if not held:
+        if word != word_of(number):
             raise TicketError("the holder does not hold this ticket any more")
         moved = len(local_blocks) * self._region.layout.block_bytes
         return Pulled(moved, self._clock.now() - started)
@@ -125,6 +129,17 @@ class NixlTransport:
         if remote and not 0 <= min(remote) <= max(remote) < theirs.total_blocks:
             raise TicketError("the ticket names blocks that its holder does not have")
 
+    async def _look(self, site: Site, number: int) -> int:
+        if self._closed:
+            raise TransferError("the transport is closed")
+        job = _job(site, number, uses=False)
+        self._thread.start(job)
+        try:
+            return await job.outcome
+        except asyncio.CancelledError:
+            self._thread.abandon(job)  # it writes to no block
+            raise
+
     async def _abandon(self, job: Job) -> None:
         """Stop a pull. Raises `StillWritingError` when its read doesn't end soon."""
         self._thread.abandon(job)
@@ -144,3 +159,23 @@ class NixlTransport:
             if ticket_id is not None and not self._closed:
                 self._board.close(ticket_id)
                 self._on_pulled(ticket_id)
+
+
+def _job(
+    site: Site,
+    number: int,
+    remote: Sequence[int] = (),
+    local: Sequence[int] = (),
+    *,
+    uses: bool = True,
+) -> Job:
+    loop = asyncio.get_running_loop()
+    return Job(
+        site,
+        np.array(remote, np.int32),
+        np.array(local, np.int32),
+        number,
+        loop.create_future(),
+        loop.create_future(),
+        uses,
+    )

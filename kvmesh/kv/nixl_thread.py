@@ -18,7 +18,7 @@ from typing import Any
 
 from kvmesh.clock import Clock
 from kvmesh.errors import MeshError, TicketError, TransferError
-from kvmesh.kv.board import Board
+from kvmesh.kv.board import Board, word_of
 from kvmesh.kv.nixl_agent import Agent, Indices, Source, Transfer
 from kvmesh.kv.nixl_messages import PING, Region, Site
 
@@ -46,22 +46,23 @@ class _Peer:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One pull. Both futures are of the event loop, where the thread sets them.
+    """One pull, or a look. Both futures are of the event loop, where the thread sets them.
 
-    `outcome` is whether the ticket was open after the blocks were copied, `settled` that
-    nothing is written any more. `stuck` is set by the loop when it waits no longer for a
-    read that doesn't end.
+    `outcome` is the ticket's word after the blocks were copied, `settled` that nothing is
+    written any more. `uses`: a ticket that is whole then is used up. `stuck` is set by the
+    loop when it waits no longer for a read that doesn't end.
     """
 
     site: Site
     remote: Indices
     local: Indices
     number: int
-    outcome: asyncio.Future[bool]
+    outcome: asyncio.Future[int]
     settled: asyncio.Future[None]
+    uses: bool = True
     stuck: bool = False
     abandoned: bool = False
-    held: bool = False
+    word: int = 0
     waited: float = 0.0
     peer: _Peer | None = field(default=None, repr=False)
     transfer: Transfer | None = field(default=None, repr=False)
@@ -232,8 +233,8 @@ class AgentThread:
             yield agent.read(source, job.remote[at:stop], job.local[at:stop])
         transfer, place = agent.look(source, job.number)
         yield transfer
-        job.held = agent.seen(place) == job.number
-        if job.held:
+        job.word = agent.seen(place)
+        if job.uses and job.word == word_of(job.number):
             yield agent.mark(source, job.number)
 
     def _advance(self, job: Job) -> None:
@@ -253,8 +254,8 @@ class AgentThread:
             self._waken(job, peer)
         except TransferError as error:
             peer.broken = True
-            # After it was seen to be open, nothing is missing but the holder's knowing of it.
-            self._finish(job, None if job.held else error)
+            # After its word was seen, nothing is missing but the holder's knowing of it.
+            self._finish(job, None if job.word else error)
 
     def _waken(self, job: Job, peer: _Peer) -> None:
         """Make a holder attentive that keeps a pull waiting. No more often: reads wait for that."""
@@ -276,7 +277,7 @@ class AgentThread:
         if error is not None:
             self._fail(job, error)
         else:
-            self._in_loop(_resolve, job.outcome, job.held)
+            self._in_loop(_resolve, job.outcome, job.word)
         self._settle(job)
 
     def _abandon(self, job: Job) -> None:

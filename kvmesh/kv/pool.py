@@ -104,6 +104,20 @@ class BlockPool:
             self._sink(BlocksStored(stored))
         return kept
 
+    def publish_in_place(
+        self, parent: int | None, blocks: Sequence[int], hashes: Sequence[int]
+    ) -> None:
+        """Cache as many of these as can be without exchanging any; `parent` is before the first.
+
+        None behind one that is cached elsewhere: a parent must not go before its child.
+        """
+        if parent is not None and parent not in self._hash_of:
+            return
+        fresh = 0
+        while fresh < len(blocks) and hashes[fresh] not in self._block_of:
+            fresh += 1
+        self.publish(blocks[:fresh], hashes[:fresh])
+
     def release(self, blocks: Sequence[int]) -> None:
         """Let go of one hold on each of a sequence's `blocks`, given in their order.
 

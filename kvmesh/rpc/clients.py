@@ -74,12 +74,16 @@ class RouteQuery:
 
 @dataclass(frozen=True, slots=True)
 class PrefillAnswer:
-    """A prompt's outcome. Without a ticket the answer is complete: see `completion`."""
+    """A prompt's outcome. Without a ticket the answer is complete: see `completion`.
+
+    `computing`: the ticket came first. Keep the call until its end then: it may fail yet.
+    """
 
     ticket: KvTicket | None
     first_token_ids: Sequence[int]
     cached_tokens: int
     logprobs: Sequence[TokenLogprob] = ()
+    computing: bool = False
 
 
 async def encode(  # noqa: PLR0913 - one argument for each field of the start
@@ -378,4 +382,5 @@ def _prefill_answer(message: Any) -> PrefillAnswer:
         tuple(message.first_token_ids),
         message.cached_tokens,
         logprobs_from_proto(message),
+        message.computing,
     )

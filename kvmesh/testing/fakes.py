@@ -199,6 +199,10 @@ class FakePrefill(FakeWorker):
         self.hold: asyncio.Event | None = None
         self.given = 0
         """Tickets given out: `ticket-1` and so on."""
+        self.early = False
+        """Whether the ticket comes first, and only then what `hold` waits for."""
+        self.failure: MeshError | None = None
+        """What a prompt fails with after its ticket."""
         self.after_cancel = False
         """Whether a cancelled prompt is answered all the same, as if the answer had crossed."""
 
@@ -218,6 +222,8 @@ class FakePrefill(FakeWorker):
         call.spawn(self._prefill(start, call))
 
     async def _prefill(self, start: Any, call: ServerCall) -> Completion:
+        if self.early:
+            self._answer(start, call)
         with self.running(call):
             try:
                 if self.hold is not None:
@@ -226,13 +232,19 @@ class FakePrefill(FakeWorker):
                 if self.after_cancel:
                     self._answer(start, call)
                 raise
-        self._answer(start, call)
+        if self.failure is not None:
+            raise self.failure
+        if not self.early:
+            self._answer(start, call)
         return Completion(self.finish, Usage(len(start.token_ids), len(self.first)))
 
     def _answer(self, start: Any, call: ServerCall) -> None:
         assert self._process is not None
         result = call.outbox.next().results.add(
-            stream_id=call.stream_id, first_token_ids=self.first, cached_tokens=3
+            stream_id=call.stream_id,
+            first_token_ids=self.first,
+            cached_tokens=3,
+            computing=self.early,
         )
         if self.finish is None:
             self.given += 1

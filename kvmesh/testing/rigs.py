@@ -37,3 +37,6 @@ SLOW = frozenset({"vllm"})
 
 STEPPING = frozenset(RIGS) - {"vllm"}
 """Those that can hand over whole steps."""
+
+CONCURRENT = frozenset(RIGS) - {"vllm"}
+"""Those whose decode can begin beside prefill."""

@@ -26,7 +26,7 @@ from kvmesh.v1 import generation_pb2 as kvmesh_dot_v1_dot_generation__pb2
 from kvmesh.v1 import kv_pb2 as kvmesh_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/prefill.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\x1a\x12kvmesh/v1/kv.proto\"i\n\x0ePrefillRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12\'\n\x06starts\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.PrefillStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\x8d\x01\n\x0cPrefillStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\"\x95\x01\n\x0fPrefillResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12)\n\x07results\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.PrefillResult\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\xd8\x01\n\rPrefillResult\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12#\n\x06ticket\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.KvTicket\x12\x17\n\x0f\x66irst_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12\x11\n\ttop_count\x18\x08 \x01(\r\x12\r\n\x05ranks\x18\t \x03(\r2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x19.kvmesh.v1.PrefillRequest\x1a\x1a.kvmesh.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvmesh/v1/prefill.proto\x12\tkvmesh.v1\x1a\x1akvmesh/v1/generation.proto\x1a\x12kvmesh/v1/kv.proto\"i\n\x0ePrefillRequest\x12\x1d\n\x04open\x18\x01 \x01(\x0b\x32\x0f.kvmesh.v1.Open\x12\'\n\x06starts\x18\x02 \x03(\x0b\x32\x17.kvmesh.v1.PrefillStart\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\r\"\x8d\x01\n\x0cPrefillStart\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12*\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x19.kvmesh.v1.RequestContext\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.kvmesh.v1.SamplingParams\"\x95\x01\n\x0fPrefillResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12!\n\x06opened\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Opened\x12)\n\x07results\x18\x03 \x03(\x0b\x32\x18.kvmesh.v1.PrefillResult\x12\"\n\x04\x65nds\x18\x04 \x03(\x0b\x32\x14.kvmesh.v1.StreamEnd\"\xeb\x01\n\rPrefillResult\x12\x11\n\tstream_id\x18\x01 \x01(\r\x12#\n\x06ticket\x18\x02 \x01(\x0b\x32\x13.kvmesh.v1.KvTicket\x12\x17\n\x0f\x66irst_token_ids\x18\x03 \x03(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12\x11\n\ttop_count\x18\x08 \x01(\r\x12\r\n\x05ranks\x18\t \x03(\r\x12\x11\n\tcomputing\x18\n \x01(\x08\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x19.kvmesh.v1.PrefillRequest\x1a\x1a.kvmesh.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,7 +40,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLRESPONSE']._serialized_start=338
   _globals['_PREFILLRESPONSE']._serialized_end=487
   _globals['_PREFILLRESULT']._serialized_start=490
-  _globals['_PREFILLRESULT']._serialized_end=706
-  _globals['_PREFILLSERVICE']._serialized_start=708
-  _globals['_PREFILLSERVICE']._serialized_end=794
+  _globals['_PREFILLRESULT']._serialized_end=725
+  _globals['_PREFILLSERVICE']._serialized_start=727
+  _globals['_PREFILLSERVICE']._serialized_end=813
 # @@protoc_insertion_point(module_scope)

@@ -43,7 +43,7 @@ class PrefillResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., opened: _Optional[_Union[_generation_pb2.Opened, _Mapping]] = ..., results: _Optional[_Iterable[_Union[PrefillResult, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[_generation_pb2.StreamEnd, _Mapping]]] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
-    __slots__ = ("stream_id", "ticket", "first_token_ids", "cached_tokens", "logprobs", "top_token_ids", "top_logprobs", "top_count", "ranks")
+    __slots__ = ("stream_id", "ticket", "first_token_ids", "cached_tokens", "logprobs", "top_token_ids", "top_logprobs", "top_count", "ranks", "computing")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class PrefillResult(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_COUNT_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTING_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     ticket: _kv_pb2.KvTicket
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -62,4 +63,5 @@ class PrefillResult(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_count: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, stream_id: _Optional[int] = ..., ticket: _Optional[_Union[_kv_pb2.KvTicket, _Mapping]] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., top_count: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    computing: bool
+    def __init__(self, stream_id: _Optional[int] = ..., ticket: _Optional[_Union[_kv_pb2.KvTicket, _Mapping]] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., top_count: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., computing: bool = ...) -> None: ...

@@ -52,7 +52,9 @@ class PrefillServiceServicer(object):
         The protocol is that of `Open`. Each start gets one `PrefillResult` as soon as
         decode may be dispatched, then its end. A result with a ticket holds KV under
         a lease; whoever gets one dispatches decode with it or calls
-        `WorkerService.ReleaseKv`. A cancel after the result does not end the lease.
+        `WorkerService.ReleaseKv`. A cancel after the result does not end the lease,
+        unless the result says that it is `computing`: then the start is to be kept
+        open until its end, and an error or a cancel before that ends the lease too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,6 +70,19 @@ class Generation:
         # Of what it goes on from, the prompt's part is not known.
         self._placement.prefilled(None if self._goes_on else cached_tokens)
 
+    def fail(self, error: MeshError) -> bool:
+        """End with the failure of a prefill beside it, unless it was left; return whether.
+
+        The ticket's lease ends with that.
+        """
+        if self._left:
+            return False
+        self._give_back = None
+        self.leave()
+        self._placement.failed(error)
+        self._answer.end(error)
+        return True
+
     def leave(self) -> None:
         """Stop generating, without waiting for it. Nothing more reaches the answer."""
         self._left = True

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
+    ExitStack,
     aclosing,
     asynccontextmanager,
     contextmanager,
@@ -23,7 +24,7 @@ from kvmesh.errors import (
 from kvmesh.rpc import clients
 from kvmesh.rpc.peer import Peer
 from kvmesh.telemetry import Span, Tracer
-from kvmesh.types import Encoded, KvTicket
+from kvmesh.types import Completion, Encoded
 from services.frontend.answer import Answer, Piece
 from services.frontend.config import LimitsConfig
 from services.frontend.echo import Echo
@@ -37,7 +38,7 @@ from services.frontend.request import Request
 from services.frontend.run import Choice, Run
 from services.frontend.spans import described
 from services.frontend.texts import Texts
-from services.frontend.tickets import Tickets
+from services.frontend.tickets import Handover, Tickets
 
 Begun = AbstractAsyncContextManager[tuple[Model, list[Choice]]]
 """Choices whose prompts are encoded, for as long as they are made."""
@@ -142,8 +143,8 @@ class Pipeline:
                 while choice.completion is None:
                     try:
                         with await self._placer.place(choice, model) as placement:
-                            ticket = await self._prefill(choice, placement, answer)
-                            with self._decode(choice, placement, ticket, answer):
+                            handover = await self._prefill(choice, placement, answer)
+                            with self._decode(choice, placement, handover, answer):
                                 if not choice.echoed:
                                     first = await self._echo.piece(choice, answer)
                                     choice.echoed = True
@@ -230,8 +231,8 @@ class Pipeline:
 
     async def _prefill(
         self, choice: Choice, placement: Placement, answer: Answer
-    ) -> KvTicket | None:
-        """Have the prompt computed elsewhere, if so planned; its KV waits at the ticket.
+    ) -> Handover | None:
+        """Have the prompt computed elsewhere, if so planned; its KV waits at the ticket, or will.
 
         The first tokens, where prefill's count, go to the text at once.
         """
@@ -249,22 +250,28 @@ class Pipeline:
                 self._clock,
                 orphan=partial(self._tickets.release, worker),
             )
-            async with call:
+            with ExitStack() as leaving:
+                leaving.callback(call.leave)
                 prefilled = await run.within(call.answer())
                 ended = None if prefilled.ticket else await run.within(call.completion)
+                if prefilled.computing:
+                    leaving.pop_all()
             span.set("kvmesh.cached_tokens", prefilled.cached_tokens)
         # No await from here on: the ticket in hand goes to decode at once.
-        placement.prefilled(prefilled.cached_tokens)
+        if not prefilled.computing:
+            placement.prefilled(prefilled.cached_tokens)
         answer.cached_tokens = prefilled.cached_tokens
         if prefilled.first_token_ids:
             answer.feed(prefilled.first_token_ids, prefilled.logprobs)
         if ended is not None:
             answer.end(ended)
-        return prefilled.ticket
+        if prefilled.ticket is None:
+            return None
+        return Handover(worker, prefilled.ticket, call if prefilled.computing else None)
 
     @contextmanager
     def _decode(
-        self, choice: Choice, placement: Placement, ticket: KvTicket | None, answer: Answer
+        self, choice: Choice, placement: Placement, handover: Handover | None, answer: Answer
     ) -> Iterator[None]:
         """Generate for as long as the block runs, if prefill has not come to the end."""
         if answer.generated:
@@ -272,29 +279,45 @@ class Pipeline:
             return
         run, plan = choice.run, placement.plan
         choice.at(Step.DECODE, plan)
-        give_back = None
-        if ticket is not None and plan.prefill is not None:
-            give_back = partial(self._tickets.release, plan.prefill, ticket)
+        ticket = None if handover is None else handover.ticket
+        give_back = None if handover is None else partial(self._tickets.give_back, handover)
         with run.span.child("decode", {"kvmesh.worker": plan.decode.id}) as span:
             generation = Generation(answer, placement, give_back)
-            generation.start(
-                lambda sink: clients.decode(
-                    self._fleet.peer(plan.decode),
-                    choice.source.encoded.token_ids,
-                    choice.sampling,
-                    run.context(span),
-                    self._clock,
-                    ticket=ticket,
-                    generated=answer.token_ids if ticket is None else (),
-                    sink=sink.tokens,
-                    done=sink.done,
-                    prompt_sink=answer.feed_prompt,
+            with ExitStack() as leaving:
+                if handover is not None and handover.computing is not None:
+                    leaving.callback(handover.computing.leave)
+                    _watch(choice, placement, handover.computing, generation)
+                leaving.callback(generation.leave)
+                generation.start(
+                    lambda sink: clients.decode(
+                        self._fleet.peer(plan.decode),
+                        choice.source.encoded.token_ids,
+                        choice.sampling,
+                        run.context(span),
+                        self._clock,
+                        ticket=ticket,
+                        generated=answer.token_ids if ticket is None else (),
+                        sink=sink.tokens,
+                        done=sink.done,
+                        prompt_sink=answer.feed_prompt,
+                    )
                 )
-            )
-            try:
                 yield
-            finally:
-                generation.leave()
+
+
+def _watch(
+    choice: Choice, placement: Placement, computing: clients.PrefillCall, generation: Generation
+) -> None:
+    """Tell of the end of a prefill beside decode; if it fails, the generation does."""
+
+    def ended(completion: asyncio.Future[Completion]) -> None:
+        error = completion.exception()
+        if error is None:
+            placement.prefilled(choice.answer.cached_tokens if choice.answer else None)
+        elif isinstance(error, MeshError) and generation.fail(error):
+            choice.at(Step.PREFILL, placement.plan)
+
+    computing.completion.add_done_callback(ended)
 
 
 def check_length(request: Request, model: Model, prompt_tokens: int) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kvmesh.errors import MeshError
+from kvmesh.rpc.clients import PrefillCall
 from kvmesh.rpc.workers import release_kv
 from kvmesh.types import KvTicket, Worker
 from services.frontend.fleet import Fleet
@@ -15,6 +17,15 @@ log = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 5.0
 """Time for one release; what can't be told in time ends with the ticket's lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Where decode finds a prompt's KV. `computing`: the call that is not done with it yet."""
+
+    holder: Worker
+    ticket: KvTicket
+    computing: PrefillCall | None
 
 
 class Tickets:
@@ -37,6 +48,10 @@ class Tickets:
     ) -> None:
         self._closed = True
         await asyncio.gather(*self._tasks)
+
+    def give_back(self, handover: Handover) -> None:
+        """Release what no decode takes."""
+        self.release(handover.holder, handover.ticket)
 
     def release(self, holder: Worker, ticket: KvTicket) -> None:
         """End a ticket's lease, in the background: the caller may go away at once."""

@@ -1,15 +1,21 @@
 """`PrefillService` over an engine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import grpc.aio
 
-from kvmesh.engine.base import EngineRequest, Prefilled, PrefillEngine
+from kvmesh.engine.base import (
+    Announce,
+    ConcurrentPrefillEngine,
+    EngineRequest,
+    Prefilled,
+    PrefillEngine,
+)
 from kvmesh.host.desk import EngineDesk
 from kvmesh.rpc.serving import ServerCall
 from kvmesh.rpc.specs import PREFILL
-from kvmesh.types import Completion, Usage
+from kvmesh.types import Completion, KvTicket, Usage
 from kvmesh.v1 import prefill_pb2, prefill_pb2_grpc
 from kvmesh.wire import ticket_to_proto
 from kvmesh.wire_logprobs import logprobs_to_proto
@@ -39,7 +45,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         call.spawn(self._prefill(request, call))
 
     async def _prefill(self, request: EngineRequest, call: ServerCall) -> Completion:
-        prefilled = await self._run(request)
+        engine = self._engine
+        if self._desk.info.concurrent_handoff and isinstance(engine, ConcurrentPrefillEngine):
+            prefilled = await self._run(request, engine.prefill_announced(request, _early(call)))
+            return _completion(request, prefilled)
+        prefilled = await self._run(request, engine.prefill(request))
         # No await from here on: a ticket in hand is a ticket on its way.
         result = call.outbox.next().results.add(
             stream_id=call.stream_id, cached_tokens=prefilled.cached_tokens
@@ -51,14 +61,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             ticket_to_proto(prefilled.ticket, result.ticket)
         return _completion(request, prefilled)
 
-    async def _run(self, request: EngineRequest) -> Prefilled:
+    async def _run(self, request: EngineRequest, prefill: Awaitable[Prefilled]) -> Prefilled:
         with self._desk.work("engine.prefill", request) as work:
-            prefilled = await self._engine.prefill(request)
+            prefilled = await prefill
             work.span.set("kvmesh.cached_tokens", prefilled.cached_tokens)
             self._desk.metrics.prompt(len(request.token_ids), prefilled.cached_tokens)
             self._desk.metrics.completion_tokens += len(prefilled.first_token_ids)
             work.end(None if prefilled.finish is None else prefilled.finish.reason)
             return prefilled
+
+
+def _early(call: ServerCall) -> Announce:
+    """Return what sends a ticket before its prompt is computed."""
+
+    def announce(ticket: KvTicket, cached_tokens: int) -> None:
+        result = call.outbox.next().results.add(
+            stream_id=call.stream_id, cached_tokens=cached_tokens, computing=True
+        )
+        ticket_to_proto(ticket, result.ticket)
+
+    return announce
 
 
 def _completion(request: EngineRequest, prefilled: Prefilled) -> Completion:

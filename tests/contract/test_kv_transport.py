@@ -200,6 +200,75 @@ async def test_blocks_that_are_used_again_meanwhile_are_no_pull(open_end: Opener
     assert not holder.pulled
 
 
+async def test_blocks_that_are_still_computed_are_waited_for(open_end: Opener) -> None:
+    holder, puller = open_end(), open_end()
+    offer = holder.transport.offer("t", whole=False)
+    with pytest.raises(TicketError):
+        await pull(puller, offer, [3], [5])
+    waiting = asyncio.create_task(puller.transport.whole(offer, timeout=TIMEOUT))
+    await asyncio.wait([waiting], timeout=0.05)
+    assert not waiting.done()
+    holder.fill()
+    holder.transport.fulfil("t")
+    await waiting
+    await puller.transport.whole(offer, timeout=TIMEOUT)  # it uses nothing up
+    await pull(puller, offer, [3], [5])
+    assert puller.block(5) == bytes([4]) * 32
+    await holder.has_heard("t")
+
+
+async def test_many_wait_side_by_side(open_end: Opener) -> None:
+    holder, puller = open_end(), open_end()
+    offers = [holder.transport.offer(f"t{n}", whole=False) for n in range(50)]
+    async with asyncio.TaskGroup() as group:
+        waiting = [
+            group.create_task(puller.transport.whole(each, timeout=TIMEOUT)) for each in offers
+        ]
+        for n in range(50):
+            holder.transport.fulfil(f"t{n}")
+    assert all(each.done() for each in waiting)
+    assert holder.pulled == []
+
+
+@pytest.mark.parametrize("fulfilled", [False, True])
+async def test_whoever_waits_hears_of_a_withdrawal(open_end: Opener, fulfilled: bool) -> None:
+    holder, puller = open_end(), open_end()
+    offer = holder.transport.offer("t", whole=False)
+    waiting = asyncio.create_task(puller.transport.whole(offer, timeout=TIMEOUT))
+    await asyncio.sleep(0)
+    holder.transport.withdraw("t")
+    if fulfilled:
+        holder.transport.fulfil("t")
+    with pytest.raises(TicketError):
+        await waiting
+
+
+async def test_waiting_has_an_end(open_end: Opener) -> None:
+    holder, puller = open_end(), open_end()
+    offer = holder.transport.offer("t", whole=False)
+    with pytest.raises(TransferError, match=r"not computed within 0\.01 s"):
+        await puller.transport.whole(offer, timeout=0.01)
+    waiting = asyncio.create_task(puller.transport.whole(offer, timeout=TIMEOUT))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    waiting = asyncio.create_task(puller.transport.whole(offer, timeout=TIMEOUT))
+    await asyncio.sleep(0)
+    await puller.transport.aclose()
+    with pytest.raises(TransferError):
+        await waiting
+
+
+async def test_a_used_ticket_is_not_waited_for(open_end: Opener) -> None:
+    holder, puller = open_end(), open_end()
+    offer = holder.transport.offer("t")
+    await puller.transport.whole(offer, timeout=TIMEOUT)
+    await pull(puller, offer, [3], [5])
+    with pytest.raises(TicketError):
+        await puller.transport.whole(offer, timeout=TIMEOUT)
+
+
 async def test_a_ticket_is_opened_once(open_end: Opener) -> None:
     holder = open_end()
     holder.transport.offer("t")

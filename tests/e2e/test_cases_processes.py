@@ -66,6 +66,39 @@ async def test_a03_a_decode_worker_that_is_killed_in_mid_stream(state: Path, pre
         assert (await mesh.metrics(frontend))["kvmesh_request_errors_total"] == 1
 
 
+CONCURRENT = (
+    *("--set", "engine.sim.handoff=concurrent"),
+    *("--set", "engine.sim.max_batch_tokens=64"),
+    *("--set", "engine.sim.latency.prefill_us_per_token=5000"),
+)
+
+
+async def test_a_prefill_worker_that_is_killed_while_decode_waits_for_it(state: Path) -> None:
+    flags = ("--engine", "sim", "--prefill", "2", *CONCURRENT)
+    async with cluster(state, *flags) as mesh, mesh.client() as client:
+        wanted = body(await model_of(client), max_tokens=40, prompt="story " * 80)
+        whole = (await client.post("/v1/completions", json=wanted)).json()
+        await until(lambda: idle(mesh))
+        wanted["prompt"] = "other " * 80  # nothing of it is cached
+        asking = asyncio.create_task(client.post("/v1/completions", json=wanted))
+
+        async def beside() -> int | None:
+            (decode,) = await mesh.of("decode")
+            busy = [p["pid"] for p in await mesh.of("prefill") if p["load"]["running"]]
+            return busy[0] if busy and decode["load"]["running"] else None
+
+        os.kill(await until(beside), signal.SIGKILL)
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        again = (await client.post("/v1/completions", json=wanted)).json()
+        assert answer.json()["choices"] == again["choices"] != whole["choices"]
+        await until(lambda: idle(mesh))
+        (frontend,) = await mesh.of("frontend")
+        metrics = await mesh.metrics(frontend)
+        assert metrics["kvmesh_retries_total"] == 1
+        assert metrics.get("kvmesh_request_errors_total", 0) == 0
+
+
 SEEDED = {"temperature": 1.0, "seed": 3, "frequency_penalty": 0.5}
 
 

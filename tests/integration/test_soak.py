@@ -48,9 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient]]:
+async def served(
+    folder: Path, handoff: str = "sequential"
+) -> AsyncIterator[tuple[Mesh, httpx.AsyncClient]]:
     model = ModelConfig(path=folder, name=MODEL)
-    light = replace(CONFIG, kv_transport="nixl", kv_cache_mb=2, max_batch=16)
+    light = replace(CONFIG, kv_transport="nixl", kv_cache_mb=2, max_batch=16, handoff=handoff)
     engine = EngineConfig(name="torch", torch=light)
     decoding = DecodeConfig(model=model, engine=engine)
     async with mesh() as running:
@@ -144,6 +146,12 @@ def held(running: Mesh) -> dict[str, float]:
     return {name: count for name, count in found.items() if count}
 
 
+def received(running: Mesh) -> list[float]:
+    """Bytes of KV that each decode worker pulled."""
+    decodes = [node for node in running.nodes if node.member.role is Role.DECODE]
+    return [samples(node)["kvmesh_kv_received_bytes_total"] for node in decodes]
+
+
 HELD = frozenset(
     f"kvmesh_engine_{what}" for what in ("running", "waiting", "used_blocks", "ticket_bytes")
 )
@@ -162,13 +170,16 @@ async def test_nothing_is_left_after_hundreds_of_random_requests(folder: Path) -
         await soak(client, 2, REQUESTS // 2)
         await until(lambda: not held(running), 20)
         assert rss() - before < GROWTH_BYTES
-        received = [
-            samples(node)["kvmesh_kv_received_bytes_total"]
-            for node in running.nodes
-            if node.member.role is Role.DECODE
-        ]
-        assert len(received) == 2
-        assert all(received), "a decode worker never pulled KV"
+        assert all(received(running)), "a decode worker never pulled KV"
+
+
+async def test_nothing_is_left_where_decode_begins_beside_prefill(folder: Path) -> None:
+    async with served(folder, "concurrent") as (running, client):
+        await soak(client, 3, REQUESTS // 2)
+        await until(lambda: not held(running), 20)
+        assert all(received(running)), "a decode worker never pulled KV"
+        (frontend,) = (node for node in running.nodes if node.member.role is Role.FRONTEND)
+        assert "kvmesh_retries_total" not in samples(frontend)
 
 
 async def test_the_soak_finds_a_planted_leak(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

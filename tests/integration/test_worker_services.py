@@ -23,6 +23,7 @@ from kvmesh.errors import (
     MeshError,
     OverloadedError,
     TicketError,
+    TransferError,
 )
 from kvmesh.host.desk import EngineDesk, Running
 from kvmesh.host.process import Process
@@ -175,6 +176,53 @@ async def test_remote_prefill_gives_what_local_prefill_gives() -> None:
         assert d.engine.load().received_bytes > 0
         await freed(p)
         await freed(d)
+
+
+EARLY = replace(PACED, handoff="concurrent", max_batch_tokens=16)
+
+
+async def test_decode_beside_prefill_gives_what_local_prefill_gives() -> None:
+    sampling = Sampling(max_tokens=20)
+    async with worker("p", EARLY) as p, worker("d") as d:
+        local, _ = await decoded(d, sampling, None)
+        async with asked(p.peer, PROMPT, sampling) as call:
+            answer = await call.answer()
+            assert answer.computing
+            assert answer.ticket is not None
+            assert not answer.first_token_ids
+            assert not call.completion.done()
+            tokens, end = await decoded(d, sampling, answer.ticket)
+            computed = await call.completion
+        assert tokens == local
+        assert end.usage is not None
+        assert end.usage.completion_tokens == 20
+        assert computed.usage is not None
+        assert computed.usage.prompt_tokens == len(PROMPT)
+        assert d.engine.load().received_bytes > 0
+        await freed(p)
+        await freed(d)
+
+
+async def test_cancel_while_the_prompt_is_computed_ends_its_ticket() -> None:
+    async with worker("p", EARLY) as p, worker("d") as d:
+        async with asked(p.peer, PROMPT, Sampling(max_tokens=20)) as call:
+            ticket = (await call.answer()).ticket
+            assert ticket is not None
+        error = await refused(d, Sampling(max_tokens=20), ticket)
+        assert isinstance(error, (TicketError, TransferError))
+        await freed(p)
+        await freed(d)
+
+
+async def test_release_while_the_prompt_is_computed_fails_it() -> None:
+    async with worker("p", EARLY) as p:
+        async with asked(p.peer, PROMPT, Sampling(max_tokens=20)) as call:
+            ticket = (await call.answer()).ticket
+            assert ticket is not None
+            assert await release_kv(p.peer, ticket)
+            with pytest.raises(TicketError):
+                await call.completion
+        await freed(p)
 
 
 async def test_a_prefill_that_samples_the_end_is_complete() -> None:

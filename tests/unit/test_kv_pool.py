@@ -62,6 +62,24 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.publish(two, hashes) == one
         self.held += [(one, hashes), (one.copy(), hashes)]
 
+    @rule(known=st.integers(0, 2))
+    def twin_in_place(self, known: int) -> None:
+        """A sequence that keeps its blocks publishes them, behind one that had some before."""
+        hashes = block_hashes([8] * 2 * SIZE, SIZE, "m")
+        self.parents |= dict(zip(hashes, [None, *hashes], strict=False))
+        if self.pool.available < 2 + known or self.pool.lookup(hashes):
+            return
+        other, mine = self.pool.allocate(known), self.pool.allocate(2)
+        assert other is not None
+        assert mine is not None
+        self.content |= dict(zip(mine, hashes, strict=True))
+        self.content |= dict(zip(other, hashes, strict=False))
+        assert self.pool.publish(other, hashes[:known]) == other
+        self.pool.publish_in_place(None, mine[:1], hashes[:1])
+        self.pool.publish_in_place(mine[0], mine[1:], hashes[1:])
+        assert self.pool.lookup(hashes) == (other or mine)
+        self.held += [(other, hashes[:known]), (mine, [] if known else hashes)]
+
     @rule(which=st.integers(0, 30))
     def leave(self, which: int) -> None:
         if self.held:

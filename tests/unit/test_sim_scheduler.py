@@ -65,6 +65,48 @@ def test_the_last_in_line_that_still_runs_is_preempted() -> None:
     assert completion(first) == expected(MODEL, [4] * 3, 9)
 
 
+def announced(prompt: list[int], priority: int = 0) -> SimSequence:
+    request = EngineRequest(str(prompt), prompt, Sampling(2), priority=priority)
+    one = SimSequence(request, Kind.PREFILL, None, lambda _: None, CONFIG.limits)
+    one.announce = lambda _, __: None
+    return one
+
+
+def test_an_announced_prompt_is_not_preempted() -> None:
+    line = Line(replace(CONFIG, total_blocks=5, max_batch_tokens=2))
+    growing, promised = sequence([4] * 3, 12), announced(list(range(300, 316)), priority=1)
+    line.add(growing)
+    line.admit()
+    line.step()
+    line.step()
+    line.add(promised)
+    line.admit()
+    while promised.phase is Phase.RUNNING:
+        line.step()
+    assert line.waiting == [growing]  # though it came first, and goes first
+    assert promised.phase is Phase.HELD
+    line.end(promised)
+    while growing.phase is not Phase.ENDED:
+        line.admit()
+        line.step()
+    assert completion(growing) == expected(MODEL, [4] * 3, 12)
+
+
+def test_an_announced_prompt_keeps_blocks_that_others_have_too() -> None:
+    line = Line(replace(CONFIG, max_batch_tokens=6))
+    prompt = list(range(300, 310))
+    twins = [announced(prompt), announced(prompt)]
+    for each in twins:
+        line.add(each)
+    line.admit()
+    blocks = [each.blocks.copy() for each in twins]
+    while line.prompts:
+        line.step()
+    assert [each.blocks for each in twins] == blocks
+    assert line.pool.used == 6
+    assert line.pool.lookup(twins[0].hashes) == blocks[0][:2]
+
+
 def test_a_step_computes_no_more_than_its_budget() -> None:
     line = Line(replace(CONFIG, max_batch_tokens=5))
     one, two = sequence([1] * 12, 2), sequence([2] * 3, 2)

@@ -7,6 +7,7 @@ from kvmesh.engine.sequence import Limits
 from kvmesh.engine.sim.faults import Faults
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import WORD, SimModel, origin
+from kvmesh.engine.stepper import HANDOFFS
 from kvmesh.kv.base import PoolLayout
 from kvmesh.kv.transports import BACKENDS
 
@@ -42,6 +43,18 @@ class SimConfig:
     )
     lease_seconds: float = field(
         default=30.0, metadata={"help": "Life of a KV ticket.", "min": 0.001}
+    )
+    handoff: str = field(
+        default=HANDOFFS[0],
+        metadata={
+            "help": "When prefill gives the ticket out: with the KV, or before it is computed, so "
+            "that decode waits with its blocks ready.",
+            "choices": HANDOFFS,
+        },
+    )
+    handoff_wait_seconds: float = field(
+        default=300.0,
+        metadata={"help": "Longest wait for KV that is still computed.", "min": 0.001},
     )
     pull_timeout_seconds: float = field(
         default=5.0, metadata={"help": "Longest pull of a ticket's blocks.", "min": 0.001}

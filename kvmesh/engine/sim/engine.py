@@ -8,7 +8,7 @@ from kvmesh.engine.sim.config import SimConfig
 from kvmesh.engine.sim.model import KvMemory
 from kvmesh.engine.sim.sequence import SimSequence
 from kvmesh.engine.sim.stepper import SimStepper
-from kvmesh.engine.stepper import Traits
+from kvmesh.engine.stepper import CONCURRENT, Traits
 
 
 class SimEngine(BatchEngine[SimSequence]):
@@ -35,6 +35,8 @@ class SimEngine(BatchEngine[SimSequence]):
             max_queue=config.max_queue,
             lease_seconds=config.lease_seconds,
             pull_timeout_seconds=config.pull_timeout_seconds,
+            concurrent=config.handoff == CONCURRENT,
+            wait_seconds=config.handoff_wait_seconds,
             lose_leases=config.faults.drop_leases,
         )
         stepper = SimStepper(config, model=model, epoch=epoch, clock=clock, rng=rng)

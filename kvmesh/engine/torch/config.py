@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvmesh.engine.base import Seat
-from kvmesh.engine.stepper import Traits
+from kvmesh.engine.stepper import CONCURRENT, HANDOFFS, Traits
 from kvmesh.kv.transports import BACKENDS
 
 NAME = "torch"
@@ -65,6 +65,18 @@ class TorchConfig:
     lease_seconds: float = field(
         default=30.0, metadata={"help": "Life of a KV ticket.", "min": 0.001}
     )
+    handoff: str = field(
+        default=HANDOFFS[0],
+        metadata={
+            "help": "When prefill gives the ticket out: with the KV, or before it is computed, so "
+            "that decode waits with its blocks ready.",
+            "choices": HANDOFFS,
+        },
+    )
+    handoff_wait_seconds: float = field(
+        default=300.0,
+        metadata={"help": "Longest wait for KV that is still computed.", "min": 0.001},
+    )
     pull_timeout_seconds: float = field(
         default=5.0, metadata={"help": "Longest pull of a ticket's blocks.", "min": 0.001}
     )
@@ -82,4 +94,6 @@ class TorchConfig:
             max_queue=self.max_queue,
             lease_seconds=self.lease_seconds,
             pull_timeout_seconds=self.pull_timeout_seconds,
+            concurrent=self.handoff == CONCURRENT,
+            wait_seconds=self.handoff_wait_seconds,
         )
