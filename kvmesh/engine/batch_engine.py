@@ -341,6 +341,7 @@ class BatchEngine(Generic[S]):
         for sequence in list(self._sequences.values()):
             if sequence.phase is Phase.PULLING:
                 self._tell_failure(sequence, error)
+                parts.pulls.leave(sequence)
             else:
                 self._fail(parts, sequence, error)
 

@@ -81,6 +81,9 @@ class Pulls(Generic[S]):
     async def _fetch(self, sequence: S) -> None:
         ticket, size = sequence.ticket, self._batch.block_size
         assert ticket is not None  # only sequences with one are pulled for
+        if sequence.sink is None:  # gone before it could begin
+            self._batch.remove(sequence)
+            return
         self._waiting.add(sequence)
         await self._handoff.computed(ticket)
         self._waiting.discard(sequence)

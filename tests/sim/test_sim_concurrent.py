@@ -127,6 +127,18 @@ async def test_a_caller_who_leaves_is_not_kept() -> None:
         assert not pair.prefilling.done()
 
 
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_caller_who_leaves_at_once_is_not_kept(turns: int) -> None:
+    async with waiting() as pair:
+        pair.decode.submit(ask("again"), pair.ticket, pair.steps.append)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert pair.decode.cancel("again")
+        await until(lambda: pair.decode.load().used_blocks == 3)
+        assert not pair.steps
+        assert pair.decode.cancel("d")
+
+
 async def test_decode_closes_while_it_waits() -> None:
     async with waiting() as pair:
         await pair.decode.aclose()
