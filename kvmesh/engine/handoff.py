@@ -48,6 +48,11 @@ def unpack(params: bytes) -> Offer:
         raise TicketError("the ticket's engine parameters are not this engine's") from error
 
 
+def came_first(ticket: KvTicket) -> bool:
+    """Whether a ticket was given out before its prompt was computed: it has no first token."""
+    return not ticket.first_token_ids
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What all tickets of one engine say, and what it asks of those it gets."""
@@ -178,9 +183,8 @@ class Handoff:
 
     async def computed(self, ticket: KvTicket) -> None:
         """Wait until a ticket's prompt is computed. Raises what `KvTransport.whole` does."""
-        if not ticket.first_token_ids:
-            timeout = self.time_left(ticket)
-            await self._transport.whole(unpack(ticket.engine_params).peer, timeout=timeout)
+        timeout = self.time_left(ticket)
+        await self._transport.whole(unpack(ticket.engine_params).peer, timeout=timeout)
 
     async def pull(self, ticket: KvTicket, blocks: Sequence[int], skip: int) -> None:
         """Pull a ticket's blocks behind the first `skip`, which are here, into `blocks`."""

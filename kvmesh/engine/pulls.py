@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic
 
 from kvmesh.engine.batch import Batch, S
-from kvmesh.engine.handoff import Handoff, unpack
+from kvmesh.engine.handoff import Handoff, came_first, unpack
 from kvmesh.engine.stepper import Stepper
 from kvmesh.errors import MeshError, TransferError
 from kvmesh.kv.base import StillWritingError
@@ -81,12 +81,13 @@ class Pulls(Generic[S]):
     async def _fetch(self, sequence: S) -> None:
         ticket, size = sequence.ticket, self._batch.block_size
         assert ticket is not None  # only sequences with one are pulled for
-        if sequence.sink is None:  # gone before it could begin
-            self._batch.remove(sequence)
-            return
-        self._waiting.add(sequence)
-        await self._handoff.computed(ticket)
-        self._waiting.discard(sequence)
+        if came_first(ticket):
+            if sequence.sink is None:  # gone before it could begin
+                self._batch.remove(sequence)
+                return
+            self._waiting.add(sequence)
+            await self._handoff.computed(ticket)
+            self._waiting.discard(sequence)
         skip = sequence.computed // size
         blocks = sequence.blocks[skip : -(-sequence.prompt_length // size)]
         try:
