@@ -29,7 +29,10 @@ from services.router.watcher import Watch, Watchers
 
 @asynccontextmanager
 async def app(config: RouterConfig, process: Process) -> AsyncIterator[Service]:
-    """Yield the router once the registry has answered: before, no model would be known."""
+    """Yield the router once the registry and the workers in it have answered.
+
+    Before, no model would be known, and then nothing of what is cached.
+    """
     ledger = Ledger()
     fleet = Fleet(ledger, quarantine=Quarantine(config.routing.quarantine, process.clock))
     policies = Policies(config.routing.policy, config.routing.policy_by_model)
@@ -49,6 +52,7 @@ async def app(config: RouterConfig, process: Process) -> AsyncIterator[Service]:
 
         members.listen(watchers.update_members)
         await members.first()
+        await watchers.warm()
         decisions = DecisionLog(config.decisions, fleet.knows_model, process.clock)
         metrics = RouterMetrics(process.telemetry.meter, fleet, ledger, admission, dispatcher.audit)
         metrics.show_decisions(decisions)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -30,6 +30,14 @@ Watch = Callable[[Worker], AsyncGenerator[WorkerNews, None]]
 class WatchConfig:
     """How workers are watched. They report once a second at least."""
 
+    warm_seconds: float = field(
+        default=1.0,
+        metadata={
+            "help": "longest wait at the start for what workers have cached; requests that came "
+            "before would go to the few that have told",
+            "min": 0.0,
+        },
+    )
     silence_seconds: float = field(
         default=5.0, metadata={"help": "silence after which a worker is a suspect", "min": 0.1}
     )
@@ -53,6 +61,8 @@ class Watchers:
         self._rng = rng
         self._watching: dict[Life, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._untold: set[Life] = set()
+        self._all_told = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         """Do nothing: tasks start with the first membership."""
@@ -69,25 +79,45 @@ class Watchers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def warm(self) -> None:
+        """Wait until all listed workers have told what they have cached, or failed to.
+
+        No longer than `warm_seconds`.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.warm_seconds):
+                await self._all_told.wait()
+
     def update_members(self, members: tuple[Member, ...]) -> None:
         """Hand a membership snapshot on, and watch exactly those that are to be watched."""
         self._dispatcher.update_members(members)
         wanted = self._dispatcher.watchable()
         for life in [life for life in self._watching if life not in wanted]:
             self._watching.pop(life).cancel()
+            self._told(life)
         for life, member in wanted.items():
             if life not in self._watching:
                 worker = Worker(member.id, member.epoch, member.address)
                 task = asyncio.create_task(self._run(life, worker), name=f"watch {member.id}")
                 self._watching[life] = task
+                self._untold.add(life)
+                self._all_told.clear()
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
+        self._told()
+
+    def _told(self, life: Life | None = None) -> None:
+        if life is not None:
+            self._untold.discard(life)
+        if not self._untold:
+            self._all_told.set()
 
     async def _run(self, life: Life, worker: Worker) -> None:
         pause = self._config.retry_min_seconds
         try:
             while True:
                 heard = await self._follow(life, worker)
+                self._told(life)
                 if heard:
                     pause = self._config.retry_min_seconds
                 await asyncio.sleep(pause * self._rng.uniform(0.5, 1.0))
@@ -128,7 +158,9 @@ class Watchers:
                 applied = self._dispatcher.apply(life, news)
                 if applied is not Applied.OK:
                     return applied
-                attempt.heard = True
+                if not attempt.heard:
+                    attempt.heard = True
+                    self._told(life)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,48 @@ async def test_a_broken_stream_takes_the_worker_out_at_once_and_a_new_one_brings
         workers.send(1, BlocksStored((2,)))
         await dispatcher.until(dispatcher.routable)
         assert dispatcher.cached() == {2}
+
+
+Event = Callable[[Workers, Watchers], None]
+
+
+def told(workers: Workers, _: Watchers) -> None:
+    workers.send(1)
+
+
+def failed(workers: Workers, _: Watchers) -> None:
+    workers.end(UnavailableError("gone"))
+
+
+def forgotten(_: Workers, watchers: Watchers) -> None:
+    watchers.update_members(())
+
+
+@pytest.mark.parametrize("event", [told, failed, forgotten])
+async def test_all_is_known_once_every_worker_has_told_or_cannot(event: Event) -> None:
+    patient = replace(FAST, warm_seconds=60)
+    async with watching(patient) as (workers, _, watchers):
+        watchers.update_members((member(), member("d1")))
+        await workers.until_opened("d1", 1)
+        warm = asyncio.create_task(watchers.warm())
+        workers.streams["d1"].put_nowait(WorkerNews("d1", "e1", 1, ()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not warm.done()
+        event(workers, watchers)
+        await warm
+
+
+async def test_the_start_does_not_wait_for_good_for_one_that_is_silent() -> None:
+    async with watching(replace(FAST, warm_seconds=0.01)) as (_, dispatcher, watchers):
+        await watchers.warm()
+        assert not dispatcher.routable()
+
+
+async def test_nobody_is_waited_for_where_nobody_is() -> None:
+    async with watching(replace(FAST, warm_seconds=60)) as (_, _, watchers):
+        watchers.update_members(())
+        await watchers.warm()
 
 
 async def test_a_silent_worker_is_a_suspect() -> None:
