@@ -1,10 +1,11 @@
 """Route decisions: how many a second, how long they take, and what the prefix index weighs.
 
-    python -m bench.router [--workers 8 100 1000] [--blocks 100 250 500] [--policy kv]
+    python -m bench.router [--workers 8 100 1000] [--blocks 100 250 500 1000]
 
 One core, no sockets, CPU time: demands go straight to the planner, which walks the index, scores
-every worker, picks and reserves; their ends are not timed. Prompts share a system prefix
-that a tenth of the workers have, then a conversation that one has.
+every worker, picks and reserves; their ends are not timed. The garbage collector runs as it does
+in the service, its pauses included. Prompts share a system prefix that a tenth of the workers
+have, then a conversation that one has.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import resource
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -33,15 +35,22 @@ RUNNING = 4  # requests per worker at any time
 def main() -> None:
     """Run all sizes and print one line each."""
     options = _options()
+    gc.freeze()  # as the service does
     print(f"policy {options.policy}, {options.decisions} decisions each\n")
     print("| workers | blocks | decisions/s | p50 ms | p99 ms |\n|---|---|---|---|---|")
+    growth = []
     for workers in options.workers:
+        medians = []
         for blocks in options.blocks:
             took = _decisions(options.policy, workers, blocks, options.decisions)
             cuts = statistics.quantiles(took, n=100)
             rate = len(took) / sum(took)
             line = f"| {workers} | {blocks} | {rate:.0f} |"
             print(f"{line} {cuts[49] * 1e3:.3f} | {cuts[98] * 1e3:.3f} |", flush=True)
+            medians.append((blocks, cuts[49]))
+        growth.append(_growth(workers, medians))
+    print("\n| workers | blocks | times the blocks | times the p50 |\n|---|---|---|---|")
+    print("\n".join(growth))
     print("\n| seats | holders of a block | bytes per million blocks |\n|---|---|---|")
     for seats, holders in ((8, 1), (100, 1), (1000, 1), (100, 4), (1000, 40)):
         with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
@@ -54,7 +63,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 100, 1000])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[100, 250, 500])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[100, 250, 500, 1000])
     parser.add_argument("--policy", default="kv")
     parser.add_argument("--decisions", type=int, default=2000)
     return parser.parse_args()
@@ -75,7 +84,6 @@ def _decisions(policy: str, workers: int, blocks: int, count: int) -> list[float
     running: deque[Reservation] = deque()
     took = []
     gc.collect()
-    gc.disable()
     for number in range(count):
         hashes = rng.choice(prompts)
         demand = Demand(f"r{number}", "m", blocks * BLOCK_SIZE + 7, 128, hashes, BLOCK_SIZE)
@@ -86,8 +94,13 @@ def _decisions(policy: str, workers: int, blocks: int, count: int) -> list[float
         running.append(decision.reservation)
         if len(running) > RUNNING * workers:
             ledger.release(running.popleft())
-    gc.enable()
     return took
+
+
+def _growth(workers: int, medians: Sequence[tuple[int, float]]) -> str:
+    """Return a line of how the time grows from the fewest blocks to the most."""
+    (few, short), (many, long) = min(medians), max(medians)
+    return f"| {workers} | {few} to {many} | {many / few:.2f} | {long / short:.2f} |"
 
 
 def _populate(

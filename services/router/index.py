@@ -132,10 +132,15 @@ class PrefixIndex:
         stored, expected = self._holders.get, self._expected.get
         current, depth = self._open, 0
         some_expected = bool(self._expected)
+        before = -1
         for block in hashes:
             holders = stored(block, 0)
-            if some_expected:
-                holders |= expected(block, 0)
+            if some_expected and (soon := expected(block, 0)):
+                holders |= soon
+            if holders is before:  # as mostly: neighbours share one int
+                depth += 1
+                continue
+            before = holders
             still = current & holders
             if still != current:
                 if depth:
@@ -163,7 +168,7 @@ class PrefixIndex:
         for block in hashes:
             soon = expected.get(block, 0)
             if not (soon | holders.get(block, 0)) & bit:
-                expected[block] = soon | bit
+                expected[block] = soon | bit if soon else bit  # neighbours share one int
                 claimed.append(block)
         self._claims[seat] += 1
         return Claim(seat, claimed)
@@ -231,6 +236,9 @@ class Recent:
         return [blocks.popitem(last=False)[0] for _ in range(surplus)]
 
 
+_BITS = [[bit for bit in range(8) if octet >> bit & 1] for octet in range(256)]
+
+
 def _note(found: dict[int, int], seats: int, depth: int) -> None:
     for seat in _seats(seats):
         found[seat] = depth
@@ -240,4 +248,5 @@ def _seats(mask: int) -> list[int]:
     """Return the numbers of the bits of a mask."""
     if mask & (mask - 1) == 0:
         return [mask.bit_length() - 1] if mask else []
-    return [seat for seat, digit in enumerate(bin(mask)[:1:-1]) if digit == "1"]
+    octets = mask.to_bytes(-(-mask.bit_length() // 8), "little")
+    return [8 * at + bit for at, octet in enumerate(octets) if octet for bit in _BITS[octet]]

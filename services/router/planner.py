@@ -7,18 +7,16 @@ from enum import Enum, StrEnum
 
 from kvmesh.types import Plan, Role
 from services.router.audit import NO_CLAIM, CacheClaim
+from services.router.candidates import Candidates, with_room
 from services.router.cost import GIGA, CostConfig, Work
 from services.router.plugins import Policies
 from services.router.policies import KvAware
 from services.router.policy import Candidate, Demand, Policy
 from services.router.quarantine import QuarantineConfig
-from services.router.reservations import NOTHING_HELD, Ledger, Reservation
+from services.router.reservations import Ledger, Reservation
 from services.router.split import split
 from services.router.state import Fleet
 from services.router.worker import WorkerState
-
-DEFAULT_MAX_REQUESTS = 512
-"""Requests on a worker that neither we nor it set a limit for."""
 
 
 class Prefill(StrEnum):
@@ -244,46 +242,16 @@ class Planner:
         demand: Demand,
         overlaps: Mapping[int, int],
         role: Role,
-    ) -> list[Candidate]:
-        """Return those workers that have room, with what weighs on them. The hot loop."""
-        candidates = []
-        config, held_on = self._config, self._ledger.lives_held.get
-        limit, us = config.max_requests_per_worker, self._prefill_us(workers)
-        prompt, asked, decodes = demand.prompt_tokens, demand.block_size, role is Role.DECODE
-        completion = self._completion(demand) if decodes else 0
-        new, hits_at = tuple.__new__, overlaps.get  # twice as fast as calling the class
-        for worker in workers:
-            held = held_on(worker.life, NOTHING_HELD)
-            requests = held.requests + worker.others
-            if requests >= (limit or worker.capacity or DEFAULT_MAX_REQUESTS):
-                continue
-            size, queued = worker.block_size, held.prefill_blocks
-            holding = held.decode_blocks + worker.other_blocks
-            cached = hits_at(worker.seat, 0) * size if size == asked else 0
-            uncached = prompt - cached
-            evicted = 0
-            if total := worker.total_blocks:
-                free = (
-                    total
-                    - queued
-                    - (0 if worker.index is None else worker.index.counts[worker.seat])
-                )
-                if (evicted := uncached + completion - (free * size if free > 0 else 0)) < 0:
-                    evicted = 0
-            work = new(
-                Work,
-                (
-                    uncached,
-                    queued * size,
-                    held.present + worker.others if decodes else 0,
-                    holding * size,
-                    completion,
-                    evicted,
-                    worker.prefill_us or us,
-                ),
-            )
-            candidates.append(new(Candidate, (worker, queued + holding, requests, cached, work)))
-        return candidates
+    ) -> Candidates:
+        """Return those workers that have room, with what weighs on them."""
+        return with_room(
+            self._fleet.standings(workers),
+            demand,
+            overlaps,
+            completion=self._completion(demand) if role is Role.DECODE else 0,
+            max_requests=self._config.max_requests_per_worker,
+            prefill_us=self._prefill_us(workers),
+        )
 
     def _pick(
         self, candidates: Sequence[Candidate], demand: Demand, role: Role
@@ -294,7 +262,7 @@ class Planner:
 
     def _prefill_candidates(
         self, demand: Demand, decode: Candidate, overlaps: Mapping[int, int]
-    ) -> tuple[PrefillReason, list[Candidate]]:
+    ) -> tuple[PrefillReason, Sequence[Candidate]]:
         """Return who could compute the prompt; nobody: why the decode worker does."""
         config, layout = self._config, decode.worker.member.layout_fingerprint
         if config.prefill is Prefill.LOCAL:
@@ -317,7 +285,7 @@ class Planner:
         return PrefillReason.CONFIGURED if remote else PrefillReason.CHEAPER, candidates
 
     def _split(
-        self, demand: Demand, candidates: list[Candidate], picked: Candidate, prefill: Candidate
+        self, demand: Demand, candidates: Sequence[Candidate], picked: Candidate, prefill: Candidate
     ) -> tuple[Candidate, Candidate | None]:
         """Return who decodes, and the prefill worker if it is to compute the prompt.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from services.router.candidates import works_of
 from services.router.cost import CostConfig, placement_seconds
 from services.router.policy import Candidate, Demand, LowestScore, Policy
 
@@ -26,7 +27,7 @@ class KvAware(LowestScore):
         self, candidates: Sequence[Candidate], demand: Demand, costs: CostConfig
     ) -> Sequence[float]:
         """Return the seconds that the request costs on each."""
-        return placement_seconds([c.work for c in candidates], costs)
+        return placement_seconds(works_of(candidates), costs)
 
 
 class LeastLoaded(LowestScore):

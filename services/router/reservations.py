@@ -5,7 +5,7 @@ its stream ends: never by age. Figures are kept per life of a worker, so that no
 of an earlier life weighs on the next one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -109,6 +109,7 @@ class Ledger:
     def __init__(self) -> None:
         self._held: dict[Life, Held] = {}
         self._active = 0
+        self._changed: set[Life] = set()
 
     @property
     def active(self) -> int:
@@ -123,6 +124,11 @@ class Ledger:
     def lives_held(self) -> Mapping[Life, Held]:
         """The figures of all lives on which anything is reserved. Read only."""
         return self._held
+
+    def changed(self) -> Collection[Life]:
+        """Return the lives whose figures have changed since this was last asked."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def lives(self) -> tuple[Life, ...]:
         """Return the lives on which anything is reserved."""
@@ -143,6 +149,7 @@ class Ledger:
         on_prefill.present += 1
         on_prefill.prefill_blocks += prefill_blocks
         self._active += 1
+        self._note(decode, prefill)
         return Reservation(decode, on_decode, decode_blocks, prefill, on_prefill, prefill_blocks)
 
     def prefilled(self, reservation: Reservation) -> None:
@@ -152,6 +159,7 @@ class Ledger:
         self._end_prefill(reservation)
         if reservation.prefill is not None:
             reservation.decode_held.present += 1
+        self._note(reservation.decode, reservation.prefill)
         for expected in reservation.expected:
             expected.computed()
 
@@ -170,6 +178,7 @@ class Ledger:
         held.decode_blocks -= reservation.decode_blocks
         reservation.released = True
         self._active -= 1
+        self._note(reservation.decode, reservation.prefill)
         self._close(reservation.decode, held)
         if reservation.trial is not None:
             reservation.trial.ended()
@@ -177,6 +186,7 @@ class Ledger:
     def forget(self, life: Life) -> None:
         """Drop the figures of a life that is over."""
         self._held.pop(life, None)
+        self._note(life, None)
 
     def _end_prefill(self, reservation: Reservation) -> None:
         reservation.prefilled = True
@@ -186,6 +196,11 @@ class Ledger:
             held.requests -= 1
             held.present -= 1
             self._close(reservation.prefill, held)
+
+    def _note(self, decode: Life, prefill: Life | None) -> None:
+        self._changed.add(decode)
+        if prefill is not None:
+            self._changed.add(prefill)
 
     def _open(self, life: Life) -> Held:
         held = self._held.get(life)

@@ -24,9 +24,9 @@ from kvmesh.types import (
 )
 from services.router.index import PrefixIndex, Recent
 from services.router.quarantine import Quarantine
-from services.router.reservations import Ledger, Life
+from services.router.reservations import NOTHING_HELD, Ledger, Life
 from services.router.speed import Speeds
-from services.router.worker import REPORTS_TO_SETTLE, Expectation, WorkerState
+from services.router.worker import REPORTS_TO_SETTLE, Expectation, Standing, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class Fleet:
             worker.member = member
             worker.capacity = _capacity(member)
             worker.total_blocks = member.total_blocks
+            worker.standing = None
             if member.labels.get(EVENTS_LABEL) != "no":
                 worker.recent = None
             elif worker.recent is None:
@@ -146,6 +147,15 @@ class Fleet:
                 self._routable[model, role] = pool
         return pool
 
+    def standings(self, workers: Iterable[WorkerState]) -> list[Standing]:
+        """Return what weighs on each of some listed workers now."""
+        for life in self._ledger.changed():
+            worker = self.find(life)
+            if worker is not None:
+                worker.standing = None
+        held_on = self._ledger.lives_held.get
+        return [w.standing or w.stand(held_on(w.life, NOTHING_HELD)) for w in workers]
+
     def index(self, model: str, block_size: int) -> PrefixIndex | None:
         """Return the caches of a model's workers of one block size; None if there are none."""
         return self._indexes.get((model, block_size))
@@ -184,6 +194,7 @@ class Fleet:
         elif not worker.live or news.sequence != worker.sequence + 1:
             return Applied.GAP
         worker.sequence = news.sequence
+        worker.standing = None
         for event in news.events:
             self._take(worker, event)
         worker.reports += 1
@@ -220,12 +231,14 @@ class Fleet:
         if worker is not None:
             known = worker.prefill_us
             worker.prefill_us = self.speeds.learned(worker.pool, known, tokens, seconds)
+            worker.standing = None
 
     def suspect(self, life: Life) -> None:
         """Take a worker out of routing until its next snapshot: its stream broke."""
         worker = self.find(life)
         if worker is not None and worker.live:
             worker.live = False
+            worker.standing = None
             self._renew_cache(worker)
             self._routable.clear()
 

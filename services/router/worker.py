@@ -2,17 +2,45 @@
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
 
-from kvmesh.types import Load, Member, State, Worker
+from kvmesh.types import Load, Member, Role, State, Worker
 from services.router.index import Claim, PrefixIndex, Recent
-from services.router.reservations import Life
+from services.router.reservations import Held, Life
 from services.router.speed import Pool
 
 FALLBACK_BLOCK_SIZE = 16
 """Tokens per block where nobody says: loads stay comparable within a fleet."""
 
+DEFAULT_MAX_REQUESTS = 512
+"""Requests on a worker that neither we nor it set a limit for."""
+
 REPORTS_TO_SETTLE = 2
 """Reports after which what a prompt left in the cache was told: one may be under way."""
+
+
+class Standing(NamedTuple):
+    """What weighs on a worker at one instant, whatever the next request is. All >= 0.
+
+    `load_blocks` is all its work in KV blocks, of so many `requests`; it takes less than
+    `max_requests`. `queued_tokens` of prompts are to be computed. `decoding` requests hold
+    `held_tokens` of KV. `free_tokens` fit into its cache without evicting any; infinite where
+    it does not say how many do. `seat` -1: its cache can't be told. What formulas ask for is
+    floats throughout: mixed with ints they take half as long again.
+    """
+
+    worker: "WorkerState"
+    load_blocks: float
+    requests: int
+    max_requests: int
+    seat: int
+    block_size: int
+    queued_tokens: float
+    decoding: float
+    held_tokens: float
+    free_tokens: float
+    prefill_us: float
 
 
 class WorkerState:
@@ -26,7 +54,8 @@ class WorkerState:
     `epoch` is the member's or, where the registry does not know it, the worker's own word.
     `index` has its cached blocks under `seat`; None where it has no block size. `recent`
     stands in for the events of a worker that sends none. `prefill_us` is how long a prompt
-    token takes to compute there, 0 while that is not known.
+    token takes to compute there, 0 while that is not known. `standing` is what all of this,
+    its cache and what is reserved on it come to; None once any of it has changed.
     """
 
     __slots__ = (
@@ -46,6 +75,7 @@ class WorkerState:
         "seat",
         "sequence",
         "settling",
+        "standing",
         "total_blocks",
     )
 
@@ -67,6 +97,7 @@ class WorkerState:
         self.recent: Recent | None = None
         self.reports = 0
         self.settling: deque[tuple[int, PrefixIndex, Claim]] = deque()
+        self.standing: Standing | None = None
 
     @property
     def id(self) -> str:
@@ -91,6 +122,27 @@ class WorkerState:
     def cached_blocks(self) -> int:
         """Return how many blocks it has cached."""
         return 0 if self.index is None else self.index.counts[self.seat]
+
+    def stand(self, held: Held) -> Standing:
+        """Set and return its standing, with what is reserved on it."""
+        size, total = self.block_size, self.total_blocks
+        queued, holding = held.prefill_blocks, held.decode_blocks + self.other_blocks
+        free = max(0, total - queued - self.cached_blocks()) * size if total else inf
+        decoding = held.present + self.others if self.member.role is Role.DECODE else 0
+        self.standing = standing = Standing(
+            self,
+            queued + holding,
+            held.requests + self.others,
+            self.capacity or DEFAULT_MAX_REQUESTS,
+            self.seat,
+            size,
+            float(queued * size),
+            float(decoding),
+            float(holding * size),
+            float(free),
+            self.prefill_us,
+        )
+        return standing
 
     def settle(self, reports: int) -> None:
         """End the claims that are due by so many reports."""
@@ -130,6 +182,7 @@ class Expectation:
             self._index.settle(claim)
             self._index.remove(claim.seat, worker.recent.use(self._hashes))
             self._index.store(claim.seat, self._hashes, self._bound)
+            worker.standing = None
         else:
             due = worker.reports + REPORTS_TO_SETTLE
             worker.settling.append((due, self._index, claim))

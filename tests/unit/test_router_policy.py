@@ -274,7 +274,7 @@ def test_prefill_workers_are_not_charged_for_decoding() -> None:
 
     (candidate,) = decision.prefill_candidates
     assert candidate.work.completion == 0
-    assert decision.chosen is candidate.work
+    assert decision.chosen == candidate.work
 
 
 def test_a32_kv_does_not_pile_requests_with_one_prefix_up_on_one_worker() -> None:

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmesh.errors import OverloadedError, UnknownModelError
+from kvmesh.errors import OverloadedError, UnavailableError, UnknownModelError
 from kvmesh.types import BlocksStored, Load, Member, Role, State, WorkerNews
 from services.router.admission import Admission, QueueConfig
 from services.router.fair import Waiter
@@ -20,11 +20,13 @@ from services.router.plugins import Policies
 from services.router.policies import BUILT_IN
 from services.router.policy import Demand
 from services.router.reservations import Ledger, Life
-from services.router.state import Fleet
+from services.router.state import CAPACITY_LABEL, EVENTS_LABEL, Fleet
 from services.router.worker import REPORTS_TO_SETTLE
 
 CAP = 3
 NAMES = ("d0", "d1", "d2", "p0", "p1")
+SILENT = "d2"
+"""One that does not tell what it has cached."""
 
 
 @dataclass
@@ -38,6 +40,8 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.capacity = CAP
+        self.wait = QueueConfig().wait_for_worker_seconds
         self.epochs = dict.fromkeys(NAMES, 0)
         self.listed: set[str] = set()
         self.ledger = Ledger()
@@ -78,6 +82,11 @@ class RouterMachine(RuleBasedStateMachine):
                 model="m",
                 block_size=16,
                 layout_fingerprint="layout",
+                total_blocks=40,
+                labels={
+                    EVENTS_LABEL: "no" if name == SILENT else "yes",
+                    CAPACITY_LABEL: str(self.capacity),
+                },
             )
             for name in self.listed
         )
@@ -115,6 +124,11 @@ class RouterMachine(RuleBasedStateMachine):
         except OverloadedError:
             assert len(self.waiters) == 6 or self.shed_margin
             return
+        except UnavailableError:
+            assert not self.wait
+            listed = {worker.id for worker in self.fleet.routable("m", Role.DECODE)}
+            assert listed <= excluded
+            return
         if isinstance(result, Decision):
             assert result.plan.decode.id not in excluded
             assert result.plan.prefill is None or result.plan.prefill.id not in excluded
@@ -133,6 +147,7 @@ class RouterMachine(RuleBasedStateMachine):
     def configure(self, policy: str, wait: float, weights: tuple[str, ...]) -> None:
         routing = RoutingConfig(policy=policy, max_requests_per_worker=CAP)
         self.planner.configure(routing, Policies(policy))
+        self.wait = wait
         self.admission.configure(
             QueueConfig(
                 max_requests=6,
@@ -189,6 +204,11 @@ class RouterMachine(RuleBasedStateMachine):
         self.listed.add(name)
         self.tell_members()
 
+    @rule(capacity=st.integers(1, CAP))
+    def limit(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.tell_members()
+
     @rule(name=st.sampled_from(NAMES))
     def snapshot(self, name: str) -> None:
         life = self.life(name)
@@ -217,6 +237,10 @@ class RouterMachine(RuleBasedStateMachine):
         if worker is not None:
             self.sequence[life] = worker.sequence
         self.changed()
+
+    @rule(name=st.sampled_from(NAMES), seconds=st.floats(0.001, 1))
+    def compute(self, name: str, seconds: float) -> None:
+        self.fleet.computed(self.life(name), 1000, seconds)
 
     @rule(seconds=st.floats(0.1, 5))
     def wait(self, seconds: float) -> None:
@@ -249,6 +273,12 @@ class RouterMachine(RuleBasedStateMachine):
         for worker in self.fleet.workers():
             assert worker.others >= 0
             assert worker.other_blocks >= 0
+
+    @invariant()
+    def standings_are_of_now(self) -> None:
+        workers = self.fleet.workers()
+        kept = self.fleet.standings(workers)
+        assert kept == [worker.stand(self.ledger.held(worker.life)) for worker in workers]
 
     def teardown(self) -> None:
         for waiter in self.waiters:
