@@ -5,8 +5,11 @@ dispatcher, planner, prefix index and event watchers; only time and transport ar
 Two tables:
 
 * policies on 8, 100 and 1,000 workers that compute prompts themselves, by workload;
-* prompts computed remotely, locally or as costs tell, on 4 prefill and 4 decode workers,
-  by length and load (1: all that the prefill workers can compute).
+* prompts computed remotely, locally or as costs tell, by length and load, with Poisson
+  arrivals that are the same for all three. Load 1 is where the mesh saturates: the rate at
+  which the first of always-remote and always-local can't keep up. Ratios are of `auto` over
+  the better of these two, of the seed in which it is worst. `--workers` without a number
+  leaves the first table out.
 
 A good answer has its first token and a mean gap between tokens within the limits given.
 Decisions are timed in CPU time of one core; all else depends on --seed alone.
@@ -16,19 +19,30 @@ import argparse
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.routing.feed import Wire
 from bench.routing.mesh import MeshConfig, simulate
-from bench.routing.prefill import MIXED_RATES, compare, mixed, prompts_of
+from bench.routing.prefill import (
+    COMPLETION,
+    LENGTHS,
+    LOADS,
+    REQUESTS,
+    Cell,
+    Compared,
+    Layout,
+    mixed,
+    over_seeds,
+    prompts_of,
+    row,
+)
 from bench.routing.report import (
     POLICY_HEADER,
     PREFILL_HEADER,
     Slo,
     Summary,
     policy_row,
-    prefill_row,
     summary,
 )
 from bench.routing.request import Conversation
@@ -41,8 +55,6 @@ from services.router.policies import BUILT_IN
 TRACE = "trace"
 LARGE = 500
 """From so many workers on, only the first workload runs unless others are asked for."""
-
-LENGTHS, LOADS = (100, 500, 2000, 8000, 16_000), (0.02, 0.3, 0.6, 0.85, 1.0)
 
 Found = dict[str, dict[str, Summary]]
 
@@ -92,6 +104,12 @@ def _options() -> argparse.Namespace:
     add("--trace-speed", type=float, default=1.0, metavar="X", help="times as fast as it came")
     add("--write-trace", type=Path, metavar="FILE", help="write a made-up trace, and end")
     add("--no-prefill", dest="prefill", action="store_false", help="leave out the second table")
+    add("--layout", type=_layout, default=(4, 4), metavar="P+D",
+        help="prefill and decode workers of the second table; default: 4+4")  # fmt: skip
+    add("--completion", type=int, default=COMPLETION, metavar="N",
+        help="tokens of its answers; default: 128, mixed 64 to 256")  # fmt: skip
+    add("--seeds", type=int, default=3, metavar="N",
+        help="of the second table, from --seed on; default: 3")  # fmt: skip
     add("--plots", type=Path, metavar="DIR", help="draw PNG files there (needs matplotlib)")
     add("--seed", type=int, default=1, metavar="N", help="default: 1")
     options = parser.parse_args()
@@ -162,27 +180,44 @@ def _conversations(
     return pace(rng, conversations, shape.rate * options.load * workers)
 
 
+def _layout(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition("+")
+    return int(prefill), int(decode)
+
+
 def _prefill(options: argparse.Namespace) -> None:
     """Print the table of remote, local and by cost, and draw it."""
-    print(f"\n4 prefill and 4 decode workers, {options.routers} routers\n\n{PREFILL_HEADER}")
-    lengths, loads = (LENGTHS[1::2], LOADS[1::2]) if options.quick else (LENGTHS, LOADS)
-    drawn: dict[str, list[tuple[float, Mapping[str, Summary]]]] = {}
-    for tokens in lengths:
-        prompts = f"{tokens:,} tokens"
-        for load in loads:
-            found = compare(prompts_of(tokens, load), routers=options.routers, seed=options.seed)
-            drawn.setdefault(prompts, []).append((load, found))
-            print(prefill_row(prompts, f"{load:g}", found), flush=True)
-    for rate in MIXED_RATES[1::2] if options.quick else MIXED_RATES:
-        found = compare(mixed(rate), routers=options.routers, seed=options.seed)
-        drawn.setdefault("mixed, requests/s", []).append((rate, found))
-        print(prefill_row("mixed", f"{rate:g}/s", found), flush=True)
+    prefill, decode = options.layout
+    layout = Layout(prefill, decode, options.routers)
+    title = f"{prefill} prefill and {decode} decode workers"
+    print(f"\n{title}, {options.routers} routers\n\n{PREFILL_HEADER}")
+    drawn: dict[str, list[tuple[float, Compared]]] = {}
+    for prompts, load, cell in _cells(options, layout):
+        found = over_seeds(cell, layout, range(options.seed, options.seed + options.seeds))
+        drawn.setdefault(prompts, []).append((load, found))
+        print(row(prompts, load, cell, found), flush=True)
+    cells = [found for points in drawn.values() for _, found in points]
+    ttft, gap = max(c.ttft_ratio for c in cells), max(c.gap_ratio for c in cells)
+    print(f"\nworst ratio of auto to the better: TTFT {ttft:.3f}, ITL p99 {gap:.3f}")
     if options.plots:
         from bench.routing.plots import draw_prefill  # noqa: PLC0415
 
         path = options.plots / "prefill.png"
-        draw_prefill(path, "4 prefill and 4 decode workers", drawn)
+        draw_prefill(path, title, drawn)
         print(f"\n{path}")
+
+
+def _cells(options: argparse.Namespace, layout: Layout) -> Iterator[tuple[str, float, Cell]]:
+    """Yield each kind of prompts at each load."""
+    lengths, loads = (LENGTHS[1::2], LOADS[1::2]) if options.quick else (LENGTHS, LOADS)
+    requests, completion = options.requests or REQUESTS, options.completion
+    for tokens in lengths:
+        for load in loads:
+            cell = prompts_of(tokens, load, layout, completion=completion, requests=requests)
+            yield f"{tokens:,} tokens", load, cell
+    various = 0 if completion == COMPLETION else completion
+    for load in loads:
+        yield "mixed", load, mixed(load, layout, completion=various, requests=requests)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from bench.routing.prefill import Compared
 from bench.routing.report import Summary
 
 Value = Callable[[Summary], float]
@@ -19,11 +20,11 @@ PANELS: Sequence[tuple[str, Value, bool]] = (
 )
 """What is drawn of policies: a name, a figure of a summary, whether on a log scale."""
 
-LINES: Sequence[tuple[str, Value]] = (
-    ("mean TTFT, ms", lambda s: s.ttft_mean * 1e3),
-    ("p99 between tokens, ms", lambda s: s.gap_p99 * 1e3),
+LINES: Sequence[tuple[str, Callable[[Compared], Mapping[str, float]]]] = (
+    ("mean TTFT, s", lambda c: c.ttft),
+    ("p99 between tokens, s", lambda c: c.gap_p99),
 )
-"""What is drawn of where prompts are computed: a name and a figure of a summary."""
+"""What is drawn of where prompts are computed: a name and a figure of a cell."""
 
 
 def draw_policies(path: Path, title: str, found: Mapping[str, Mapping[str, Summary]]) -> None:
@@ -47,7 +48,7 @@ def draw_policies(path: Path, title: str, found: Mapping[str, Mapping[str, Summa
 
 
 def draw_prefill(
-    path: Path, title: str, found: Mapping[str, Sequence[tuple[float, Mapping[str, Summary]]]]
+    path: Path, title: str, found: Mapping[str, Sequence[tuple[float, Compared]]]
 ) -> None:
     """Draw, for each kind of prompts, figures over the load, a line for each mode."""
     figure = Figure(figsize=(4 * len(found), 7))
@@ -55,16 +56,16 @@ def draw_prefill(
     for column, (prompts, points) in enumerate(found.items()):
         for row, (name, value) in enumerate(LINES):
             axis = axes[row][column]
-            for mode in points[0][1]:
+            for mode in value(points[0][1]):
                 axis.plot(
                     [load for load, _ in points],
-                    [value(each[mode]) for _, each in points],
+                    [value(each)[mode] for _, each in points],
                     marker="o",
                     label=mode,
                 )
             axis.set_yscale("log")
             axis.set_title(f"{prompts}: {name}", fontsize="small")
-            axis.set_xlabel("load of the prefill workers")
+            axis.set_xlabel("load")
     axes[0][0].legend(fontsize="small")
     figure.suptitle(title)
     figure.tight_layout()

@@ -1,7 +1,7 @@
 """What a run came to, in the figures that people compare."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.routing.mesh import Run
@@ -81,8 +81,9 @@ POLICY_HEADER = (
 )
 
 PREFILL_HEADER = (
-    "| prompts | load | TTFT ms: remote | local | auto | ITL p99 ms: remote | local | auto"
-    " | remote share of auto |\n|---|---|---|---|---|---|---|---|---|"
+    "| prompts | load | requests/s | TTFT ms: remote | local | auto | ITL p99 ms: remote | local"
+    " | auto | auto / better: TTFT | ITL | remote share of auto |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -90,20 +91,13 @@ def policy_row(workload: str, policy: str, of: Summary) -> str:
     """Return a line of the table of policies."""
     return (
         f"| {workload} | {policy} | {of.hit_rate:.2f}"
-        f" | {_ms(of.ttft_p50)} / {_ms(of.ttft_p99)} | {_ms(of.gap_p99)}"
+        f" | {ms(of.ttft_p50)} / {ms(of.ttft_p99)} | {ms(of.gap_p99)}"
         f" | {of.goodput:.0f} ({of.good:.0%}) | {of.imbalance:.2f}"
         f" | {of.decisions:.0f} | {of.decision_p99 * 1e3:.2f} |"
     )
 
 
-def prefill_row(prompts: str, load: str, found: Mapping[str, Summary]) -> str:
-    """Return a line of the table of remote, local and by cost."""
-    three = [found[mode] for mode in ("remote", "local", "auto")]
-    ttft = " | ".join(_ms(each.ttft_mean) for each in three)
-    gaps = " | ".join(_ms(each.gap_p99) for each in three)
-    return f"| {prompts} | {load} | {ttft} | {gaps} | {found['auto'].remote:.2f} |"
-
-
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Return milliseconds for people to read."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:,.0f}"

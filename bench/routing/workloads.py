@@ -53,17 +53,25 @@ def agents(rng: random.Random, requests: int) -> list[Conversation]:
     return made
 
 
-def mixed_lengths(rng: random.Random, requests: int) -> list[Conversation]:
-    """Short chat, and every tenth request a long document that nobody saw before."""
-    system = _hashes(rng, 256 // BLOCK)
-    made = []
-    for _ in range(requests):
-        if rng.random() < 0.1:
-            made.append(_single(rng, [], rng.randint(4000, 16_000), 64, 256))
-        else:
-            prompt = len(system) * BLOCK + rng.randint(50, 500)
-            made.append(_single(rng, system, prompt, 64, 256))
-    return made
+def mixed_lengths(completion: int = 0) -> Workload:
+    """Return short chat, and every tenth request a long document that nobody saw before.
+
+    `completion` 0: answers of 64 to 256 tokens.
+    """
+    least, most = (completion, completion) if completion else (64, 256)
+
+    def make(rng: random.Random, requests: int) -> list[Conversation]:
+        system = _hashes(rng, 256 // BLOCK)
+        made = []
+        for _ in range(requests):
+            if rng.random() < 0.1:
+                made.append(_single(rng, [], rng.randint(4000, 16_000), least, most))
+            else:
+                prompt = len(system) * BLOCK + rng.randint(50, 500)
+                made.append(_single(rng, system, prompt, least, most))
+        return made
+
+    return make
 
 
 def fixed(prompt: int, completion: int) -> Workload:
@@ -97,7 +105,7 @@ WORKLOADS: Mapping[str, Shape] = {
     "chat": Shape(chats, 4.0),
     "agents": Shape(agents, 3.0),
     "bursts": Shape(system_prompts, 4.0, bursts=True),
-    "mixed": Shape(mixed_lengths, 3.0),
+    "mixed": Shape(mixed_lengths(), 3.0),
 }
 
 

@@ -5,12 +5,15 @@ and those by which it makes others wait. All figures are estimates for comparing
 with each other: the constants need to be right in proportion only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MICRO = 1e-6
 GIGA = 1e9
+
+FULLER = 1e-4
+"""Seconds that each answer on a worker is worth to one more: just enough to tell equals apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,10 @@ class CostConfig:
         default=0.01,
         metadata={"help": "microseconds that a token of KV adds to each decode step", "min": 0.0},
     )
+    decode_step_ms: float = field(
+        default=6.0,
+        metadata={"help": "milliseconds of a decode step, however few decode", "min": 0.0},
+    )
     work: float = field(
         default=0.5,
         metadata={"help": "weight of the time that a prefill takes from later ones", "min": 0.0},
@@ -37,14 +44,34 @@ class CostConfig:
         metadata={"help": "weight of the time that a prefill holds running decodes up", "min": 0.0},
     )
     stall: float = field(
-        default=0.3,
-        metadata={"help": "the same, where a prefill worker could spare it them", "min": 0.0},
+        default=1.5,
+        metadata={
+            "help": "the same, where a prefill worker could spare it them and too many gaps"
+            " between tokens are long already",
+            "min": 0.0,
+        },
     )
     pause_seconds: float = field(
-        default=1.0,
+        default=0.3,
         metadata={
             "help": "what a pause in a running answer counts for beyond its length, where a"
-            " prefill worker could spare it",
+            " prefill worker could spare it and too many are long already",
+            "min": 0.0,
+        },
+    )
+    pause_share: float = field(
+        default=0.009,
+        metadata={
+            "help": "share of the gaps between tokens that may be long, pulls of KV included:"
+            " a little less than the 99th percentile leaves out",
+            "min": 0.0,
+        },
+    )
+    gather: float = field(
+        default=0.03,
+        metadata={
+            "help": "how much longer than the mean a decode step may become by putting answers"
+            " together, so that other workers can compute prompts",
             "min": 0.0,
         },
     )
@@ -157,27 +184,62 @@ def transfer_seconds(tokens: float, token_seconds: float, costs: CostConfig) -> 
     return costs.transfer_ms / 1000 + tokens * token_seconds
 
 
+def beside_prompt(works: Iterable[Work], requests: Iterable[float], wait: float) -> list[float]:
+    """Return how many answers would pause for a prompt on each of many decode workers.
+
+    Those that decode there, and of the other `requests` there, whose prompts prefill workers
+    compute within `wait` seconds, those that come before the prompt is done.
+    """
+    rate = 1 / max(wait, MICRO)
+    counts = []
+    for work, placed in zip(works, requests, strict=True):
+        share = first_token_seconds(work) * rate
+        decoding = work.decoding
+        counts.append(decoding + (placed - decoding) * (share if share < 1 else 1))
+    return counts
+
+
+def unnoticed_pauses(beside: Sequence[float], completion: float, share: float) -> list[bool]:
+    """Return on which decode workers prompts may be computed while others decode there.
+
+    Where that `share` of all gaps between tokens stays longer than a decode step. If prompts
+    go to a worker and to all that are as free, each answer there came with a prompt for which
+    those beside it paused; each answer elsewhere had one long gap while its KV was pulled:
+
+    sum of beside^2 there + answers elsewhere <= share x completion x all answers.
+    """
+    elsewhere = sum(beside)
+    limit, pauses = share * completion * elsewhere, 0.0
+    unnoticed = [False] * len(beside)
+    for at in sorted(range(len(beside)), key=beside.__getitem__):
+        pauses += beside[at] ** 2
+        elsewhere -= beside[at]
+        unnoticed[at] = pauses + elsewhere <= limit
+    return unnoticed
+
+
 def local_prefill_seconds(
-    works: Iterable[Work], requests: Iterable[float], wait: float, costs: CostConfig
+    works: Sequence[Work], requests: Iterable[float], wait: float, costs: CostConfig
 ) -> list[float]:
     """Return what computing a prompt on each of many decode workers costs.
 
     first token + beside x (pause + stall x uncached x prefill time). Between decode workers a
     prefill has to hold somebody up, but a prefill worker can spare it them all. A pause is
-    noticed whatever its length, so most of it counts by number.
-
-    Beside it are those that decode, and of the other `requests` there, whose prompts prefill
-    workers compute within `wait` seconds, those that come before it is done.
+    noticed whatever its length, so much of it counts by number. Where pauses are unnoticed,
+    they count as those that nobody can spare: interference x time. Where somebody decodes, the
+    first token comes one and a half decode steps later: half of one is still to be computed,
+    and another is computed with the prompt.
     """
-    pause, stall, rate = costs.pause_seconds, costs.stall, 1 / max(wait, MICRO)
+    beside = beside_prompt(works, requests, wait)
+    completion = works[0].completion if works else 0.0
+    unnoticed = unnoticed_pauses(beside, completion, costs.pause_share)
+    late = 1.5 * costs.decode_step_ms / 1000
     seconds = []
-    for work, placed in zip(works, requests, strict=True):
-        uncached, queued, decoding, _, _, _, prefill_us = work
-        own = uncached * prefill_us * MICRO
-        first = own + queued * prefill_us * MICRO
-        share = first * rate
-        beside = decoding + (placed - decoding) * (share if share < 1 else 1)
-        seconds.append(first + beside * (pause + stall * own))
+    for work, paused, free in zip(works, beside, unnoticed, strict=True):
+        own = work.uncached * work.prefill_us * MICRO
+        first = first_token_seconds(work) + (late if work.decoding else 0.0)
+        pause = costs.interference * own if free else costs.pause_seconds + costs.stall * own
+        seconds.append(first + paused * pause)
     return seconds
 
 
@@ -192,24 +254,27 @@ def remote_prefill_seconds(work: Work, waiting: float, costs: CostConfig) -> flo
 
 
 def remote_decode_seconds(
-    works: Iterable[Work], requests: Iterable[float], token_seconds: float, costs: CostConfig
+    works: Sequence[Work], requests: Sequence[float], token_seconds: float, costs: CostConfig
 ) -> list[float]:
     """Return what decoding on each of many workers costs, of a prompt computed elsewhere.
 
-    queued x prefill time + completion x (requests x time per request + held tokens x time per
-    token of KV) + transfer of what is not cached: the KV waits for prompts that are computed
-    there, and is decoded beside all the `requests`, those to come included.
+    queued x prefill time + transfer of what is not cached + completion x (what its decode step
+    takes beyond (1 + gather) x the mean of all) - a tenth of a millisecond for each of the
+    `requests`: the KV waits for prompts that are computed there, and is decoded beside all that
+    are placed there, those to come included. Up to that step, the fuller the better: others
+    stay free to compute prompts.
     """
-    per_request, per_token = costs.decode_us_per_request, costs.decode_us_per_token
-    moved_us = token_seconds / MICRO
+    steps = [
+        costs.decode_step_ms / 1000
+        + MICRO
+        * (placed * costs.decode_us_per_request + work.held_tokens * costs.decode_us_per_token)
+        for work, placed in zip(works, requests, strict=True)
+    ]
+    most = (1 + costs.gather) * sum(steps) / max(1, len(steps))
     return [
-        MICRO
-        * (
-            queued * prefill_us
-            + completion * (placed * per_request + held * per_token)
-            + uncached * moved_us
-        )
-        for (uncached, queued, _, held, completion, _, prefill_us), placed in zip(
-            works, requests, strict=True
-        )
+        work.queued * work.prefill_us * MICRO
+        + work.uncached * token_seconds
+        + work.completion * max(0.0, step - most)
+        - placed * FULLER
+        for work, placed, step in zip(works, requests, steps, strict=True)
     ]

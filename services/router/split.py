@@ -1,7 +1,8 @@
 """Whether a prefill worker computes a prompt, or the decode worker itself, and which one. Pure.
 
 Both ways are priced with the decode worker that suits each best: a prompt is computed where
-few answers would pause for it, but its KV may be pulled by one that is busy decoding.
+few answers would pause for it, and KV is pulled by one that is busy decoding anyhow, so that
+such workers remain.
 """
 
 import random
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.router.cost import (
+    MICRO,
     CostConfig,
-    first_token_seconds,
     local_prefill_seconds,
     remote_decode_seconds,
     remote_prefill_seconds,
@@ -48,7 +49,7 @@ def split(
     """
     works = [candidate.work for candidate in candidates]
     requests = [candidate.requests for candidate in candidates]
-    wait = first_token_seconds(prefill.work)
+    wait = prefill.work.queued * prefill.work.prefill_us * MICRO
     local = local_prefill_seconds(works, requests, wait, costs)
     here = _lowest(local, rng)
     there = _lowest(remote_decode_seconds(works, requests, token_seconds, costs), rng)

@@ -70,6 +70,18 @@ def test_each_way_has_the_decode_worker_that_suits_it() -> None:
     assert not chosen.remotely
 
 
+def test_answers_gather_so_that_prompts_have_a_free_worker() -> None:
+    names = ["d0", "d1", "d2"]
+    busy = [
+        candidate(n, uncached=1000, decoding=d, completion=128)
+        for n, d in zip(names, (4, 5, 3), strict=True)
+    ]
+    chosen = choose(busy, candidate("p0", uncached=1000))
+
+    assert chosen.remote.id == "d1"
+    assert chosen.local.id == "d2"
+
+
 def test_equals_are_drawn_by_lot() -> None:
     idle = [candidate(f"d{number}", uncached=1000) for number in range(4)]
     rng = random.Random(1)
