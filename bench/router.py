@@ -1,11 +1,12 @@
 """Route decisions: how many a second, how long they take, and what the prefix index weighs.
 
-    python -m bench.router [--workers 8 100 1000] [--blocks 100 250 500 1000]
+    python -m bench.router [--workers 8 100 1000] [--blocks 100 250 500 1000] [--prefill auto]
 
 One core, no sockets, CPU time: demands go straight to the planner, which walks the index, scores
 every worker, picks and reserves; their ends are not timed. The garbage collector runs as it does
 in the service, its pauses included. Prompts share a system prefix that a tenth of the workers
-have, then a conversation that one has.
+have, then a conversation that one has. With `--prefill remote` or `auto` every other worker is a
+prefill worker.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from multiprocessing import get_context
 
 from kvmesh.types import CacheSnapshot, Member, Role, State, WorkerNews
 from services.router.index import PrefixIndex
-from services.router.planner import Decision, Planner, RoutingConfig
+from services.router.planner import Decision, Planner, Prefill, RoutingConfig
 from services.router.plugins import Policies
 from services.router.policy import Demand
 from services.router.reservations import Ledger, Life, Reservation
@@ -36,13 +37,15 @@ def main() -> None:
     """Run all sizes and print one line each."""
     options = _options()
     gc.freeze()  # as the service does
-    print(f"policy {options.policy}, {options.decisions} decisions each\n")
+    how = f"policy {options.policy}, prefill {options.prefill}"
+    print(f"{how}, {options.decisions} decisions each\n")
     print("| workers | blocks | decisions/s | p50 ms | p99 ms |\n|---|---|---|---|---|")
     growth = []
     for workers in options.workers:
         medians = []
         for blocks in options.blocks:
-            took = _decisions(options.policy, workers, blocks, options.decisions)
+            routing = RoutingConfig(policy=options.policy, prefill=options.prefill)
+            took = _decisions(routing, workers, blocks, options.decisions)
             cuts = statistics.quantiles(took, n=100)
             rate = len(took) / sum(took)
             line = f"| {workers} | {blocks} | {rate:.0f} |"
@@ -65,22 +68,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 100, 1000])
     parser.add_argument("--blocks", type=int, nargs="+", default=[100, 250, 500, 1000])
     parser.add_argument("--policy", default="kv")
+    parser.add_argument("--prefill", type=Prefill, choices=list(Prefill), default=Prefill.LOCAL)
     parser.add_argument("--decisions", type=int, default=2000)
     return parser.parse_args()
 
 
-def _decisions(policy: str, workers: int, blocks: int, count: int) -> list[float]:
+def _decisions(routing: RoutingConfig, workers: int, blocks: int, count: int) -> list[float]:
     """Return the seconds that each decision took."""
     rng = random.Random(1)
     ledger = Ledger()
     fleet = Fleet(ledger)
-    planner = Planner(fleet, ledger, RoutingConfig(policy=policy), Policies(policy), rng)
+    planner = Planner(fleet, ledger, routing, Policies(routing.policy), rng)
     shared = [rng.getrandbits(64) for _ in range(blocks // 2)]
     prompts = [
         tuple(shared + [rng.getrandbits(64) for _ in range(blocks - len(shared))])
         for _ in range(CONVERSATIONS)
     ]
-    _populate(fleet, workers, shared, prompts)
+    apart = routing.prefill is not Prefill.LOCAL
+    _populate(fleet, workers, shared, prompts, apart=apart)
     running: deque[Reservation] = deque()
     took = []
     gc.collect()
@@ -104,21 +109,27 @@ def _growth(workers: int, medians: Sequence[tuple[int, float]]) -> str:
 
 
 def _populate(
-    fleet: Fleet, workers: int, shared: list[int], prompts: list[tuple[int, ...]]
+    fleet: Fleet,
+    workers: int,
+    shared: list[int],
+    prompts: list[tuple[int, ...]],
+    *,
+    apart: bool,
 ) -> None:
     names = [f"d{number:04}" for number in range(workers)]
     fleet.update(
         Member(
             id=name,
-            role=Role.DECODE,
+            role=Role.PREFILL if apart and number % 2 else Role.DECODE,
             epoch="e1",
             address=name,
             state=State.READY,
             model="m",
             block_size=BLOCK_SIZE,
             total_blocks=100_000,
+            layout_fingerprint="layout",
         )
-        for name in names
+        for number, name in enumerate(names)
     )
     for number, name in enumerate(names):
         cached = list(shared) if number % 10 == 0 else []

@@ -5,12 +5,12 @@ their standings, and what is made here of each is one bare tuple. A `Candidate` 
 two when somebody looks at it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast, overload
 
 from services.router.cost import Work
 from services.router.policy import Candidate, Demand
-from services.router.worker import Standing
+from services.router.worker import Standing, WorkerState
 
 Figures = tuple[int, float, float, float, float, float, float]
 """What a `Work` says, in its order, in a fraction of the time that it takes to make one."""
@@ -27,9 +27,22 @@ class Candidates(Sequence[Candidate]):
         self._prompt_tokens = prompt_tokens
 
     @property
-    def works(self) -> Iterable[Work]:
+    def works(self) -> Sequence[Work]:
         """The work of each, to be unpacked only: its fields have no names there."""
         return cast("Sequence[Work]", self._figures)
+
+    @property
+    def requests(self) -> Sequence[int]:
+        """The requests on each."""
+        return [standing.requests for standing in self._standings]
+
+    def where(self, fits: Callable[[WorkerState], bool]) -> "Candidates":
+        """Return those whose workers fit."""
+        kept = [at for at, standing in enumerate(self._standings) if fits(standing.worker)]
+        standings, figures = self._standings, self._figures
+        return Candidates(
+            [standings[at] for at in kept], [figures[at] for at in kept], self._prompt_tokens
+        )
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -60,11 +73,18 @@ class Candidates(Sequence[Candidate]):
             yield new(Candidate, (*standing[:3], cached, new(Work, work)))
 
 
-def works_of(candidates: Sequence[Candidate]) -> Iterable[Work]:
+def works_of(candidates: Sequence[Candidate]) -> Sequence[Work]:
     """Return the work of each, to be unpacked only. Quick where there are many."""
     if isinstance(candidates, Candidates):
         return candidates.works
     return [candidate.work for candidate in candidates]
+
+
+def requests_of(candidates: Sequence[Candidate]) -> Sequence[int]:
+    """Return the requests on each. Quick where there are many."""
+    if isinstance(candidates, Candidates):
+        return candidates.requests
+    return [candidate.requests for candidate in candidates]
 
 
 def with_room(

@@ -190,13 +190,15 @@ def beside_prompt(works: Iterable[Work], requests: Iterable[float], wait: float)
     Those that decode there, and of the other `requests` there, whose prompts prefill workers
     compute within `wait` seconds, those that come before the prompt is done.
     """
-    rate = 1 / max(wait, MICRO)
-    counts = []
-    for work, placed in zip(works, requests, strict=True):
-        share = first_token_seconds(work) * rate
-        decoding = work.decoding
-        counts.append(decoding + (placed - decoding) * (share if share < 1 else 1))
-    return counts
+    rate = MICRO / max(wait, MICRO)
+    return [
+        decoding
+        + (placed - decoding)
+        * (share if (share := (queued + uncached) * prefill_us * rate) < 1 else 1.0)
+        for (uncached, queued, decoding, _, _, _, prefill_us), placed in zip(
+            works, requests, strict=True
+        )
+    ]
 
 
 def unnoticed_pauses(beside: Sequence[float], completion: float, share: float) -> list[bool]:
@@ -231,15 +233,17 @@ def local_prefill_seconds(
     and another is computed with the prompt.
     """
     beside = beside_prompt(works, requests, wait)
-    completion = works[0].completion if works else 0.0
+    completion = works[0][4] if works else 0.0
     unnoticed = unnoticed_pauses(beside, completion, costs.pause_share)
     late = 1.5 * costs.decode_step_ms / 1000
+    interference, pause, stall = costs.interference, costs.pause_seconds, costs.stall
     seconds = []
-    for work, paused, free in zip(works, beside, unnoticed, strict=True):
-        own = work.uncached * work.prefill_us * MICRO
-        first = first_token_seconds(work) + (late if work.decoding else 0.0)
-        pause = costs.interference * own if free else costs.pause_seconds + costs.stall * own
-        seconds.append(first + paused * pause)
+    for (uncached, queued, decoding, _, _, _, prefill_us), paused, free in zip(
+        works, beside, unnoticed, strict=True
+    ):
+        own, before = uncached * prefill_us * MICRO, queued * prefill_us * MICRO
+        each = interference * own if free else pause + stall * own
+        seconds.append(before + own + (late if decoding else 0.0) + paused * each)
     return seconds
 
 
@@ -264,17 +268,19 @@ def remote_decode_seconds(
     are placed there, those to come included. Up to that step, the fuller the better: others
     stay free to compute prompts.
     """
+    base, per_request = costs.decode_step_ms / 1000, costs.decode_us_per_request * MICRO
+    per_token = costs.decode_us_per_token * MICRO
     steps = [
-        costs.decode_step_ms / 1000
-        + MICRO
-        * (placed * costs.decode_us_per_request + work.held_tokens * costs.decode_us_per_token)
-        for work, placed in zip(works, requests, strict=True)
+        base + placed * per_request + held * per_token
+        for (_, _, _, held, _, _, _), placed in zip(works, requests, strict=True)
     ]
     most = (1 + costs.gather) * sum(steps) / max(1, len(steps))
     return [
-        work.queued * work.prefill_us * MICRO
-        + work.uncached * token_seconds
-        + work.completion * max(0.0, step - most)
+        queued * prefill_us * MICRO
+        + uncached * token_seconds
+        + (completion * (step - most) if step > most else 0.0)
         - placed * FULLER
-        for work, placed, step in zip(works, requests, steps, strict=True)
+        for (uncached, queued, _, _, completion, _, prefill_us), placed, step in zip(
+            works, requests, steps, strict=True
+        )
     ]

@@ -285,7 +285,7 @@ class Planner:
         return PrefillReason.CONFIGURED if remote else PrefillReason.CHEAPER, candidates
 
     def _split(
-        self, demand: Demand, candidates: Sequence[Candidate], picked: Candidate, prefill: Candidate
+        self, demand: Demand, candidates: Candidates, picked: Candidate, prefill: Candidate
     ) -> tuple[Candidate, Candidate | None]:
         """Return who decodes, and the prefill worker if it is to compute the prompt.
 
@@ -295,15 +295,16 @@ class Planner:
         token_bytes = self._fleet.token_bytes(demand.model) or costs.kv_bytes_per_token
         configured = 1 / (costs.transfer_gb_per_second * GIGA)
         token_seconds = token_bytes * (self._fleet.byte_seconds(demand.model) or configured)
-        fitting = [picked]
+        fitting: Sequence[Candidate] = [picked]
         if isinstance(self._policy(demand.model, Role.DECODE), KvAware):
             layout, quarantine = picked.worker.member.layout_fingerprint, self._fleet.quarantine
-            fitting = [
-                each
-                for each in candidates
-                if each.worker.member.layout_fingerprint == layout
-                and (quarantine is None or quarantine.partners(each.worker.life, [prefill.worker]))
-            ]
+
+            def fits(worker: WorkerState) -> bool:
+                return worker.member.layout_fingerprint == layout and (
+                    quarantine is None or bool(quarantine.partners(worker.life, [prefill.worker]))
+                )
+
+            fitting = candidates.where(fits)
         chosen = split(fitting, prefill, token_seconds, costs, self._rng)
         return (chosen.remote, prefill) if chosen.remotely else (chosen.local, None)
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.router.candidates import requests_of, works_of
 from services.router.cost import (
     MICRO,
     CostConfig,
@@ -47,18 +48,17 @@ def split(
     What is uncached on the decode worker is moved, in `token_seconds` each token. Equals are
     drawn by lot.
     """
-    works = [candidate.work for candidate in candidates]
-    requests = [candidate.requests for candidate in candidates]
+    works, requests = works_of(candidates), requests_of(candidates)
     wait = prefill.work.queued * prefill.work.prefill_us * MICRO
     local = local_prefill_seconds(works, requests, wait, costs)
     here = _lowest(local, rng)
-    there = _lowest(remote_decode_seconds(works, requests, token_seconds, costs), rng)
+    there = candidates[_lowest(remote_decode_seconds(works, requests, token_seconds, costs), rng)]
     return Split(
         candidates[here],
-        candidates[there],
+        there,
         local[here],
         remote_prefill_seconds(prefill.work, prefill.requests, costs)
-        + transfer_seconds(works[there].uncached, token_seconds, costs),
+        + transfer_seconds(there.work.uncached, token_seconds, costs),
     )
 
 

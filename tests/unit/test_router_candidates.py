@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.types import BlocksStored, Load, Member, Role, State, WorkerNews
-from services.router.candidates import Candidates, with_room, works_of
+from services.router.candidates import Candidates, requests_of, with_room, works_of
 from services.router.cost import CostConfig, Work, placement_seconds
 from services.router.planner import Decision, Planner, RoutingConfig
 from services.router.plugins import Policies
@@ -220,3 +220,15 @@ def test_a_decision_does_not_make_them_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(decision, Decision)
     assert len(decision.decode_candidates) == len(decision.decode_scores) == 40
     assert decision.chosen == decision.decode_candidates[0].work
+
+
+def test_those_that_fit_are_what_they_were() -> None:
+    rig = Rig(100, 100, 100)
+    rig.ledger.reserve(rig.lives[2], 3, None, 1)
+    demand = Demand("r", "m", 100, 10, (), 16)
+    found = rig.candidates(demand, {rig.workers[2].seat: 2})
+    some = found.where(lambda worker: worker.id != "d1")
+
+    assert list(some) == [found[0], found[2]]
+    assert requests_of(some) == requests_of(list(some)) == [0, 1]
+    assert list(works_of(some)) == [each.work for each in some]
