@@ -13,7 +13,7 @@ PING = b"."
 """Says nothing: peers are more attentive after it."""
 
 _MAGIC = b"KVNX"
-_REVISION = 2
+_REVISION = 3
 # magic, revision, kind, device, address, layout (2), board's address, number, bytes of the epoch
 _OFFER = struct.Struct("<4sBBIQQQQQH")
 _MAX_BLOCKS = (1 << 31) - 1  # NIXL counts descriptors in 32 bits
