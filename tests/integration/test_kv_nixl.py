@@ -1,6 +1,7 @@
 """The `nixl` transport between processes: peers that die, stand still and come back."""
 
 import asyncio
+import itertools
 import json
 import os
 import pickle
@@ -377,19 +378,21 @@ class TestThrift:
         assert peers(puller.transport) == 1
 
     async def test_transports_leave_nothing_behind(self) -> None:
+        seen: list[Usage] = []
         async with holding() as holder:
-            for turn in range(25):
+            for turn in range(35):
                 puller = Puller()
                 await puller.pull(holder)
                 await puller.transport.aclose()
                 await puller.transport.aclose()
                 assert puller.closed == 1
-                if turn == 4:
-                    before = usage()
-            after = usage()
-        assert after.files <= before.files
-        assert after.threads == before.threads
-        assert after.memory - before.memory < 8 << 20
+                if turn % 10 == 4:
+                    seen.append(usage())
+        assert seen[-1].files <= seen[0].files
+        assert seen[-1].threads == seen[0].threads
+        # What they kept would show each time; what else the process does with its memory, not.
+        growth = [after.memory - before.memory for before, after in itertools.pairwise(seen)]
+        assert min(growth) < 4 << 20
 
     async def test_idle_it_sleeps(self, open_puller: Open) -> None:
         puller = open_puller()
