@@ -1,4 +1,8 @@
-"""Waiting for the blocks of a ticket: by looking at its word on the holder's board."""
+"""Waiting for the blocks of a ticket: by looking at its word on the holder's board.
+
+Nobody tells whoever waits: the holder doesn't know them, and a message would hold up the read
+that follows it. A look is a one-sided read of a word.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable

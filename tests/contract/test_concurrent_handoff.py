@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -16,9 +17,11 @@ from kvmesh.engine.base import (
     Prefilled,
     PrefillEngine,
     ResumeEngine,
+    Step,
     StepEngine,
 )
 from kvmesh.errors import EngineError, InvalidRequestError, TicketError, TransferError
+from kvmesh.testing.cluster import until
 from kvmesh.testing.engine import EngineRig
 from kvmesh.testing.rigs import CONCURRENT, RIGS
 from kvmesh.types import FinishReason, KvTicket, Sampling, TokenLogprob
@@ -54,19 +57,19 @@ async def ends(rig: EngineRig) -> AsyncIterator[Ends]:
         for each in (one, two):
             assert isinstance(each, ConcurrentPrefillEngine)
             assert isinstance(each, ResumeEngine)
-        yield Ends(one, two, lent.decode.info.context_length)  # type: ignore[arg-type]
+        yield Ends(cast("Both", one), cast("Both", two), lent.decode.info.context_length)
         await idle(one)
         await idle(two)
 
 
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the engine holds nothing for anybody."""
-    for _ in range(2000):
+
+    def free() -> bool:
         load = engine.load()
-        if not load.running + load.waiting + load.used_blocks + load.ticket_blocks:
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail(f"still busy: {engine.load()}")
+        return not load.running + load.waiting + load.used_blocks + load.ticket_blocks
+
+    await until(free)
 
 
 def ask(prompt: Sequence[int], max_tokens: int = 8, **sampling: object) -> EngineRequest:
@@ -83,10 +86,10 @@ class Answer:
     logprobs: list[TokenLogprob]
 
 
-async def read(steps: object) -> Answer:
+async def read(steps: AsyncIterator[Step]) -> Answer:
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
-    async for step in steps:  # type: ignore[attr-defined]
+    async for step in steps:
         tokens.extend(step.token_ids)
         logprobs.extend(step.logprobs or ())
         finish = step.finish
@@ -97,7 +100,7 @@ async def read(steps: object) -> Answer:
 class Announced:
     """A prefill that runs, and its ticket once that is there."""
 
-    def __init__(self, engine: Both, request: EngineRequest) -> None:
+    def __init__(self, engine: ConcurrentPrefillEngine, request: EngineRequest) -> None:
         self.arrived: asyncio.Future[KvTicket] = asyncio.get_running_loop().create_future()
         self.cached_tokens = -1
         self.task: asyncio.Task[Prefilled] = asyncio.create_task(
@@ -110,7 +113,8 @@ class Announced:
         self.arrived.set_result(ticket)  # raises if it comes twice
 
     async def ticket(self) -> KvTicket:
-        await asyncio.wait([self.arrived, self.task], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [self.arrived, self.task]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self.arrived.result()
 
 
@@ -281,7 +285,7 @@ async def test_an_engine_that_closes_fails_it(rig: EngineRig) -> None:
         assert isinstance(one, ConcurrentPrefillEngine)
         assert isinstance(two, ResumeEngine)
         request = ask(rig.prompt(200, 15))
-        announced = Announced(one, request)  # type: ignore[arg-type]
+        announced = Announced(one, request)
         ticket = await announced.ticket()
         await one.aclose()
         await asyncio.wait([announced.task])

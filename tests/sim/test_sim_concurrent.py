@@ -15,6 +15,7 @@ from kvmesh.engine.sim.faults import Faults
 from kvmesh.engine.sim.latency import Latency
 from kvmesh.engine.sim.model import expected
 from kvmesh.errors import EngineError, TicketError, TransferError
+from kvmesh.testing.cluster import until
 from kvmesh.testing.engine import sim_engine, started
 from kvmesh.types import KvTicket, Sampling
 
@@ -50,8 +51,8 @@ class Waiting:
 
 
 @asynccontextmanager
-async def waiting(decoding: SimConfig = CONFIG) -> AsyncIterator[Waiting]:
-    prefill, decode = sim_engine(STALLING), sim_engine(decoding)
+async def waiting(prefilling: SimConfig = STALLING) -> AsyncIterator[Waiting]:
+    prefill, decode = sim_engine(prefilling), sim_engine(CONFIG)
     async with started(prefill), started(decode):
         await first(prefill)
         announced: list[KvTicket] = []
@@ -67,14 +68,6 @@ async def waiting(decoding: SimConfig = CONFIG) -> AsyncIterator[Waiting]:
         task.cancel()
         await asyncio.wait([task])
         await until(lambda: not decode.load().used_blocks)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    pytest.fail("it did not come to that")
 
 
 async def cancelled(pair: Waiting) -> None:
@@ -103,20 +96,10 @@ async def test_decode_hears_of_it(ending: Callable[[Waiting], Coroutine[Any, Any
 
 async def test_decode_waits_no_longer_than_it_is_told() -> None:
     """A prefill worker that stands still says nothing, and its ticket ends in time."""
-    short = replace(STALLING, handoff_wait_seconds=0.05)
-    prefill, decode = sim_engine(short), sim_engine(CONFIG)
-    async with started(prefill), started(decode):
-        await first(prefill)
-        announced: list[KvTicket] = []
-        task = asyncio.create_task(
-            prefill.prefill_announced(ask("p"), lambda ticket, _: announced.append(ticket))
-        )
-        await until(lambda: bool(announced))
-        with pytest.raises(TransferError, match="not computed within"):
-            async for _ in decode.resume(ask("d"), announced[0]):
-                pass
-        task.cancel()
-        await asyncio.wait([task])
+    async with waiting(replace(STALLING, handoff_wait_seconds=0.3)) as pair:
+        error = await pair.outcome()
+        assert isinstance(error, TransferError)
+        assert "not computed within" in str(error)
 
 
 async def test_a_caller_who_leaves_is_not_kept() -> None:
